@@ -1,0 +1,1 @@
+"""HTTP: OpenAI's API over `client`. One asyncio thread, never blocked."""

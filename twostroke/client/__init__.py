@@ -1,0 +1,1 @@
+"""The engine as the API process sees it: tokens in, text out."""

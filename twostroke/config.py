@@ -1,0 +1,262 @@
+"""All settings, once: names, defaults, meanings, and where each value came from.
+
+`EngineConfig` is frozen after resolution. Every field can be set, in rising order of strength, by
+its default, a TOML file (`--config`), an environment variable (`TWOSTROKE_<NAME>`) and a flag;
+what the engine derives itself (the KV pool's size, say) is recorded with its reason, and
+`twostroke config --explain` prints all of it. Flags have vLLM's names.
+"""
+
+import dataclasses
+import difflib
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from twostroke.errors import ConfigError
+
+Policy = Literal["fcfs", "priority"]
+ENV_PREFIX = "TWOSTROKE_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What the sans-I/O core needs to know. The twin builds it too.
+
+    `num_blocks` counts block 0, the null block, which is never used (as in vLLM): usable blocks
+    are 1 to num_blocks - 1. A `long_prefill_token_threshold` of 0 is off.
+    """
+
+    block_size: int = 16
+    num_blocks: int = 1024
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    max_num_scheduled_tokens: int | None = None
+    max_model_len: int = 8192
+    long_prefill_token_threshold: int = 0
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    policy: Policy = "fcfs"
+    num_spec_tokens: int = 0
+    spec_method: Literal["ngram", "draft_model", "eagle"] = "ngram"
+    async_scheduling: bool = True
+    reserve_full_isl: bool = True
+    sliding_window: int | None = None
+    kv_load_failure_policy: Literal["recompute", "fail"] = "fail"
+
+
+def _setting(default: Any, doc: str, *, minimum: int | None = None) -> Any:
+    return field(default=default, metadata={"doc": doc, "minimum": minimum})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The resolved settings of one engine and its API process. None means: derived at start."""
+
+    # model
+    model: str = _setting("", "model: a Hugging Face id, a directory, a .gguf file; empty: SmolLM2")
+    served_model_name: str = _setting("", "name in the API; default: derived from the model")
+    tokenizer: str = _setting("", "tokenizer directory or id, when not the model's own")
+    chat_template: str = _setting("", "file with a jinja2 chat template, when not the model's own")
+    revision: str = _setting("main", "branch, tag or commit of a Hugging Face id")
+    offline: bool = _setting(False, "never download; say what is missing")
+    load_format: Literal["auto", "dummy"] = _setting("auto", "dummy: random weights, no file read")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
+        "auto", "type of weights and arithmetic"
+    )
+    seed: int = _setting(0, "seed of requests that bring none, and of dummy weights")
+    # device
+    device: Literal["auto", "cpu", "cuda"] = _setting("auto", "where the model runs")
+    cpu_threads: int = _setting(0, "threads of the model on a CPU; 0: all cores given", minimum=0)
+    tensor_parallel_size: int = _setting(1, "workers that share each layer", minimum=1)
+    worker_process: bool = _setting(False, "run the worker in a process of its own")
+    # KV pool
+    block_size: int = _setting(16, "tokens per KV block", minimum=1)
+    gpu_memory_utilization: float = _setting(
+        0.9, "share of the device's (on a CPU: of the free) memory that weights and KV may take"
+    )
+    kv_cache_memory_bytes: int = _setting(0, "size of the KV pool; 0: derived", minimum=0)
+    num_gpu_blocks_override: int = _setting(0, "number of KV blocks; 0: derived", minimum=0)
+    enable_prefix_caching: bool = _setting(True, "reuse the KV of equal prefixes")
+    # scheduling
+    max_model_len: int = _setting(0, "longest prompt plus output; 0: the model's", minimum=0)
+    max_num_seqs: int = _setting(64, "requests that run at once (seats)", minimum=1)
+    max_num_batched_tokens: int = _setting(2048, "token budget of a step", minimum=1)
+    enable_chunked_prefill: bool = _setting(True, "a prompt may take several steps")
+    long_prefill_token_threshold: int = _setting(
+        0, "most prompt tokens of one request in a step; 0: no bound", minimum=0
+    )
+    scheduling_policy: Policy = _setting("fcfs", "order of requests")
+    async_scheduling: bool = _setting(True, "plan step N+1 while the device runs step N")
+    scheduler_reserve_full_isl: bool = _setting(True, "admit only if the whole prompt fits")
+    check: bool = _setting(False, "verify the engine's own rules at every step (slow)")
+    # server
+    host: str = _setting("127.0.0.1", "address to listen on")
+    port: int = _setting(8000, "port to listen on", minimum=0)
+    api_key: str = _setting("", "key that clients must send; empty: none")
+    max_num_queued_reqs: int = _setting(512, "unfinished requests before 429", minimum=1)
+    shutdown_timeout_s: float = _setting(15.0, "seconds that running requests get at shutdown")
+    metrics_prefix: Literal["twostroke", "vllm"] = _setting("twostroke", "of Prometheus names")
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "of the log")
+    trace: str = _setting("", "write a Chrome trace of the threads to this file")
+
+
+SECRET_FIELDS = frozenset({"api_key"})
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One setting's value with its source: default, file, env, flag or derived, and why."""
+
+    name: str
+    value: Any
+    source: str
+    reason: str
+
+
+def field_docs() -> dict[str, str]:
+    """Name to one-line meaning, for help texts and docs."""
+    return {f.name: f.metadata["doc"] for f in dataclasses.fields(EngineConfig)}
+
+
+def resolve(
+    flags: Mapping[str, Any],
+    *,
+    config_file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[EngineConfig, list[Explained]]:
+    """Merge defaults, file, environment and flags (None: not given) into one frozen config.
+
+    Raises ConfigError naming the nearest match for an unknown key, and the limit for a bad value.
+    """
+    environ = os.environ if environ is None else environ
+    fields = {f.name: f for f in dataclasses.fields(EngineConfig)}
+    kinds = typing.get_type_hints(EngineConfig)
+    values: dict[str, Any] = {name: f.default for name, f in fields.items()}
+    sources: dict[str, tuple[str, str]] = {
+        name: ("default", f.metadata["doc"]) for name, f in fields.items()
+    }
+
+    def take(name: str, value: Any, source: str, shown: str) -> None:
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see twostroke config --explain"
+            raise ConfigError(f"unknown setting {shown}", hint=hint)
+        values[name] = _coerce(kinds[name], value, shown, fields[name].metadata["minimum"])
+        sources[name] = (source, shown)
+
+    if config_file is not None:
+        for key, value in _read_toml(config_file).items():
+            take(key.replace("-", "_"), value, "file", f"{key} in {config_file}")
+    for key, text in environ.items():
+        if key.startswith(ENV_PREFIX) and key not in OTHER_ENVIRONMENT:
+            take(key.removeprefix(ENV_PREFIX).lower(), text, "env", key)
+    for name, value in flags.items():
+        if value is not None:
+            take(name, value, "flag", "--" + name.replace("_", "-"))
+
+    config = EngineConfig(**values)
+    _check(config)
+    explained = [
+        Explained(
+            name,
+            "***" if name in SECRET_FIELDS and value else value,
+            *sources[name],
+        )
+        for name, value in values.items()
+    ]
+    return config, explained
+
+
+# Environment variables that are not settings of an engine.
+OTHER_ENVIRONMENT = {
+    "TWOSTROKE_CACHE": "directory for downloaded models and compiled kernels",
+}
+
+
+def cache_dir() -> Path:
+    """The user's cache directory for models and compiled kernels (not created here)."""
+    if path := os.environ.get("TWOSTROKE_CACHE"):
+        return Path(path).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "twostroke"
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+
+
+def _coerce(kind: Any, value: Any, shown: str, minimum: int | None) -> Any:
+    """Turn a flag, TOML value or environment text into `kind`, or say what would be right."""
+    if isinstance(kind, types.UnionType):
+        raise TypeError(f"setting of type {kind} is not supported")
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            near = difflib.get_close_matches(str(value), choices, n=1)
+            hint = f"did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{shown} is {value!r}; choices: {', '.join(choices)}", hint=hint)
+        return value
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        text = str(value).lower()
+        if text not in _TRUE | _FALSE:
+            raise ConfigError(f"{shown} is {value!r}; it must be true or false")
+        return text in _TRUE
+    if kind in (int, float):
+        try:
+            if isinstance(value, bool) or (kind is int and isinstance(value, float)):
+                raise ValueError
+            number = kind(value)
+        except (TypeError, ValueError):
+            wanted = "a whole number" if kind is int else "a number"
+            raise ConfigError(f"{shown} is {value!r}; it must be {wanted}") from None
+        if minimum is not None and number < minimum:
+            raise ConfigError(f"{shown} is {number}; it must be at least {minimum}")
+        return number
+    if not isinstance(value, str):
+        raise ConfigError(f"{shown} is {value!r}; it must be text")
+    return value
+
+
+def _check(config: EngineConfig) -> None:
+    """Rules over several settings."""
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise ConfigError(
+            f"--gpu-memory-utilization is {config.gpu_memory_utilization}; it must be in (0, 1]"
+        )
+    if config.port > 65535:
+        raise ConfigError(f"--port is {config.port}; it must be at most 65535")
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {config.max_num_batched_tokens}, less than "
+            f"--max-num-seqs {config.max_num_seqs}",
+            hint="a step must hold one token of each running request",
+        )
+    if not config.enable_chunked_prefill and (
+        config.max_model_len > config.max_num_batched_tokens or config.max_model_len == 0
+    ):
+        raise ConfigError(
+            f"without chunked prefill --max-num-batched-tokens {config.max_num_batched_tokens} must "
+            f"hold the longest prompt (--max-model-len {config.max_model_len or 'of the model'})",
+            hint="set --max-model-len to at most --max-num-batched-tokens",
+        )
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size is {config.tensor_parallel_size}; this release runs 1 worker"
+        )
+    if not config.shutdown_timeout_s >= 0:
+        raise ConfigError(f"--shutdown-timeout-s is {config.shutdown_timeout_s}; at least 0")

@@ -1,0 +1,1 @@
+"""Decisions only: which request runs what, when. No torch, sockets, threads or `time`."""

@@ -1,0 +1,1 @@
+"""Model definitions and checkpoint loaders, in torch."""

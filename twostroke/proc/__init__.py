@@ -1,0 +1,1 @@
+"""One main per process: the only place where parts are wired together."""

@@ -1,0 +1,1 @@
+"""Shipped fakes, at the seams that matter: for users, tests and the twin."""

@@ -1,0 +1,1 @@
+"""Runs step plans on a device: model, KV pool, attention, sampler."""
