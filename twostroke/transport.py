@@ -10,7 +10,6 @@ tests put an in-process one in its place. Whether the peer process lives is not 
 `proc.launch` watches processes.
 """
 
-import asyncio
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +17,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from twostroke.messages import FromEngine, ToEngine, decoder_for, encode
+from twostroke.errors import EngineDeadError
+from twostroke.messages import EngineDead, FromEngine, ToEngine, decoder_for, encode
 
 
 class EngineChannel(Protocol):
@@ -46,46 +46,36 @@ class ZmqEngineChannel:
 
     def __init__(self, directory: Path, engine: int) -> None:
         self._context = zmq.asyncio.Context()
-        self._to_engine = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
         self._from_engine = self._context.socket(zmq.PULL)
+        # Sending never waits, so this socket needs no event loop.
+        self._to_engine: zmq.Socket[bytes] = zmq.Context(self._context).socket(zmq.PUSH)
         for socket in (self._to_engine, self._from_engine):
             socket.set_hwm(0)
             socket.linger = 0
         self._to_engine.bind(_address(directory, engine, "in"))
-        self._from_engine.bind(_address(directory, engine, "out"))
+        self._outputs_address = _address(directory, engine, "out")
+        self._from_engine.bind(self._outputs_address)
         self._decoder = decoder_for(FromEngine)
-        self._dead: asyncio.Future[None] | None = None
-        self._death: Exception | None = None
 
     def send(self, message: ToEngine) -> None:
         if not self._to_engine.closed:
             self._to_engine.send(encode(message), zmq.DONTWAIT)
 
-    def mark_dead(self, error: Exception) -> None:
-        """Make `receive` raise `error` once what has already arrived is read."""
-        self._death = error
-        if self._dead is not None and not self._dead.done():
-            self._dead.set_result(None)
-
     async def receive(self) -> FromEngine:
-        if self._dead is None:
-            self._dead = asyncio.get_running_loop().create_future()
-            if self._death is not None:
-                self._dead.set_result(None)
-        while True:
-            if self._death is None:
-                data = asyncio.ensure_future(self._from_engine.recv())
-                try:
-                    await asyncio.wait({data, self._dead}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    if not data.done():
-                        data.cancel()
-                if data.done() and not data.cancelled():
-                    return self._decoder.decode(data.result())  # type: ignore[no-any-return]
-            elif await self._from_engine.poll(0):
-                return self._decoder.decode(await self._from_engine.recv())  # type: ignore[no-any-return]
-            else:
-                raise self._death
+        message: FromEngine = self._decoder.decode(await self._from_engine.recv())
+        if isinstance(message, EngineDead):
+            raise EngineDeadError(message.error, hint="the server must be restarted")
+        return message
+
+    def report_death(self, error: str) -> None:
+        """Say, from any thread, that the engine process is gone: `receive` will raise.
+
+        It goes through the engine's own socket, so what the engine sent before is read first.
+        """
+        with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+            socket.linger = 1000  # ms
+            socket.connect(self._outputs_address)
+            socket.send(encode(EngineDead(error)))
 
     def close(self) -> None:
         self._to_engine.close()

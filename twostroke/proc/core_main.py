@@ -1,0 +1,288 @@
+"""Engine-core process: three threads that overlap because each lets go of the GIL where it waits.
+
+    input thread   ZMQ ──decode──▶ inbox                          waits in recv
+    main thread    inbox ▶ begin ▶ submit ▶ collect ▶ finish ▶ outbox      waits for the device
+    output thread  outbox ──encode──▶ ZMQ                         waits on the queue
+
+With asynchronous scheduling two steps are in flight: while the device runs step N, the main thread
+plans step N+1 and the output thread sends the results of step N-1. Started by `proc.launch`, which
+writes the settings to our standard input and keeps it open: when it closes, the parent is gone.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import queue
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from twostroke import log
+from twostroke.checkpoint import open_checkpoint
+from twostroke.clock import WallClock
+from twostroke.config import EngineConfig, SchedulerConfig
+from twostroke.core.executor import Executor
+from twostroke.core.loop import EngineCore
+from twostroke.errors import TwostrokeError
+from twostroke.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineDead,
+    EngineProgress,
+    EngineReady,
+    FromEngine,
+    Shutdown,
+    StepPlan,
+    ToEngine,
+    UtilityCall,
+    UtilityReply,
+)
+from twostroke.trace import Tracer
+from twostroke.transport import CoreSockets
+
+logger = logging.getLogger("twostroke.core")
+
+
+class CoreLaunch(msgspec.Struct):
+    """What `proc.launch` writes to our standard input, as one line of JSON."""
+
+    config: EngineConfig
+    checkpoint: str
+    directory: str
+    engine: int
+
+
+class CoreProcess:
+    """The three threads around one `EngineCore` and one `Executor`."""
+
+    def __init__(self, launch: CoreLaunch) -> None:
+        self.launch = launch
+        self.config = launch.config
+        self.sockets = CoreSockets(Path(launch.directory), launch.engine)
+        self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
+        self.output_thread = threading.Thread(target=self._send_outputs, name="output", daemon=True)
+        self.tracer: Tracer | None = None
+        if self.config.trace:
+            self.tracer = Tracer(Path(self.config.trace), f"engine core {launch.engine}")
+        self.depth = 2 if self.config.async_scheduling else 1
+        self.stopping = False
+        self.stop_by_s = 0.0
+
+    # ------------------------------------------------------------ life
+
+    def run(self) -> int:
+        """Load, serve until told to stop, clean up. Returns the exit code."""
+        self.output_thread.start()
+        executor: Executor | None = None
+        try:
+            executor, ready = start_executor(self.launch, self._report_progress)
+            self.core = EngineCore(
+                scheduler_config(self.config, ready), WallClock(), check=self.config.check
+            )
+            self.executor = executor
+            self.outbox.put(ready)
+            threading.Thread(target=self._receive_inputs, name="input", daemon=True).start()
+            # Start-up objects live for ever: keep the collector from walking them.
+            gc.collect()
+            gc.freeze()
+            self._loop()
+            return 0
+        except TwostrokeError as error:
+            self.outbox.put(EngineDead(str(error)))
+            return 3
+        except Exception as error:
+            logger.exception("the engine core failed")
+            self.outbox.put(EngineDead(f"the engine core failed: {type(error).__name__}: {error}"))
+            return 1
+        finally:
+            if executor is not None:
+                executor.shutdown()
+            self.outbox.put(None)
+            self.output_thread.join(timeout=5)
+            if self.tracer:
+                self.tracer.flush()
+
+    def _report_progress(self, stage: str, done: int, total: int) -> None:
+        self.outbox.put(EngineProgress(stage, done, total))
+
+    # ------------------------------------------------------------ the three threads
+
+    def _loop(self) -> None:
+        core = self.core
+        while not (self.stopping and self._drained()):
+            self._take_inbox(wait=core.num_in_flight == 0 and not core.has_work())
+            plan = self._begin()
+            if plan is not None and len(plan.slots) and core.num_in_flight < self.depth:
+                continue  # filling the pipeline comes before returning results
+            if core.num_in_flight:
+                self._finish_oldest()
+            elif plan is None and core.has_work():
+                self._take_inbox(wait=True)  # nothing can run until somebody tells us more
+
+    def _begin(self) -> StepPlan | None:
+        start_s = time.monotonic()
+        plan = self.core.begin()
+        if plan is not None:
+            self.executor.submit(plan)
+            if self.tracer:
+                self.tracer.span(
+                    "main",
+                    f"plan {plan.step}",
+                    start_s,
+                    time.monotonic(),
+                    requests=len(plan.slots),
+                    tokens=int(plan.num_scheduled.sum()),
+                )
+        return plan
+
+    def _finish_oldest(self) -> None:
+        wait_s = time.monotonic()
+        result = self.executor.collect()
+        # What arrived while the step ran, aborts above all, counts before its tokens do.
+        self._take_inbox(wait=False)
+        start_s = time.monotonic()
+        outputs = self.core.finish(result)
+        self.outbox.put(outputs)
+        if self.tracer:
+            self.tracer.span("main", f"wait for {result.step}", wait_s, start_s)
+            self.tracer.span("main", f"finish {result.step}", start_s, time.monotonic())
+            self.tracer.span("worker", f"step {result.step}", result.started_s, result.ended_s)
+
+    def _take_inbox(self, *, wait: bool) -> None:
+        """Apply every message that is there; with `wait`, block for the first."""
+        with contextlib.suppress(queue.Empty):
+            if wait:
+                timeout_s = max(0.0, self.stop_by_s - time.monotonic()) if self.stopping else None
+                self._apply(self.inbox.get(timeout=timeout_s))
+            while True:
+                self._apply(self.inbox.get_nowait())
+        if (outputs := self.core.take_outputs()) is not None:
+            self.outbox.put(outputs)
+
+    def _apply(self, message: ToEngine) -> None:
+        match message:
+            case AddRequest():
+                self.core.add(message)
+            case AbortRequests(handles):
+                self.core.abort(handles)
+            case UtilityCall(call_id, method, args):
+                self.outbox.put(self._call(call_id, method, args))
+            case Shutdown(drain_s):
+                self.stopping = True
+                self.stop_by_s = time.monotonic() + drain_s
+
+    def _call(self, call_id: int, method: str, args: list[Any]) -> UtilityReply:
+        methods = {
+            "ping": lambda: "pong",
+            "slots": self.core.slots,
+            "stats": lambda: msgspec.to_builtins(self.core.stats()),
+            "reset_prefix_cache": self.core.reset_prefix_cache,
+            "check_integrity": self.core.check_integrity,
+        }
+        if method not in methods:
+            return UtilityReply(call_id, error=f"the engine has no method {method!r}")
+        try:
+            return UtilityReply(call_id, result=methods[method](*args))
+        except Exception as error:
+            return UtilityReply(call_id, error=f"{method}: {type(error).__name__}: {error}")
+
+    def _drained(self) -> bool:
+        """When stopping: has everything ended, or its time run out?"""
+        if not self.core.has_work() and not self.core.num_in_flight:
+            return True
+        if time.monotonic() < self.stop_by_s:
+            return False
+        while self.core.num_in_flight:
+            self._finish_oldest()
+        self.core.abort([slot["handle"] for slot in self.core.slots()])
+        if (outputs := self.core.take_outputs()) is not None:
+            self.outbox.put(outputs)
+        return True
+
+    def _receive_inputs(self) -> None:
+        while (data := self.sockets.receive_bytes()) is not None:
+            start_s = time.monotonic()
+            try:
+                self.inbox.put(self.sockets.decode(data))
+            except msgspec.DecodeError as error:
+                logger.error("dropped a message of %d bytes: %s", len(data), error)
+            if self.tracer:
+                self.tracer.span("input", "decode", start_s, time.monotonic(), bytes=len(data))
+
+    def _send_outputs(self) -> None:
+        while (message := self.outbox.get()) is not None:
+            start_s = time.monotonic()
+            self.sockets.send(message)
+            if self.tracer:
+                self.tracer.span("output", "encode + send", start_s, time.monotonic())
+        self.sockets.close_output()
+
+
+def scheduler_config(config: EngineConfig, ready: EngineReady) -> SchedulerConfig:
+    """The core's part of the settings, with what was found out at start-up."""
+    return SchedulerConfig(
+        block_size=ready.block_size,
+        num_blocks=ready.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=ready.max_model_len,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        policy=config.scheduling_policy,
+        async_scheduling=config.async_scheduling,
+        reserve_full_isl=config.scheduler_reserve_full_isl,
+    )
+
+
+def start_executor(launch: CoreLaunch, progress: Any) -> tuple[Executor, EngineReady]:
+    """Load the model where the settings want it. Raises ModelError or ConfigError."""
+    from twostroke.worker.executor import ProcessExecutor, ThreadExecutor
+
+    config = launch.config
+    checkpoint = open_checkpoint(Path(launch.checkpoint), load_format=config.load_format)
+    kind = ProcessExecutor if config.worker_process else ThreadExecutor
+    executor = kind(config, checkpoint, progress=progress)
+    ready = EngineReady(
+        engine=launch.engine,
+        max_model_len=executor.max_model_len,
+        num_blocks=executor.num_blocks,
+        block_size=config.block_size,
+        facts=executor.facts,
+    )
+    return executor, ready
+
+
+def _watch_parent(directory: str) -> None:
+    """End this process when the parent's end of our standard input closes."""
+    while os.read(0, 4096):
+        pass
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(4)
+
+
+def main() -> None:
+    """Entry point of `python -m twostroke.proc.core_main`."""
+    faulthandler.enable()
+    # Ctrl-C reaches the whole process group; the API process decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=CoreLaunch)
+    threading.Thread(target=_watch_parent, args=(launch.directory,), daemon=True).start()
+    log.setup(launch.config.log_level)
+    code = CoreProcess(launch).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # daemon threads may sit in native code: do not wait for them
+
+
+if __name__ == "__main__":
+    main()
