@@ -119,7 +119,10 @@ class CoreProcess:
     def _loop(self) -> None:
         core = self.core
         while not (self.stopping and self._drained()):
-            self._take_inbox(wait=core.num_in_flight == 0 and not core.has_work())
+            idle = core.num_in_flight == 0 and not core.has_work()
+            if idle and self.config.check:
+                core.check_integrity()
+            self._take_inbox(wait=idle)
             plan = self._begin()
             if plan is not None and len(plan.slots) and core.num_in_flight < self.depth:
                 continue  # filling the pipeline comes before returning results

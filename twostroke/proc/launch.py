@@ -1,23 +1,39 @@
 """Starts the engine-core process and watches it: the one place that knows about child processes.
 
-    `EngineProcess`   the child with its sockets: start, notice its death, stop it, leave nothing behind
+    `EngineProcess`   the child with its sockets: start, notice its death, stop it, leave nothing
+    `serve`           bind the port, find the model, start the engine, run the HTTP side
 
 A child gets its settings on standard input and treats the closing of that pipe as our death, so no
 orphan survives whatever kills us; we notice the child's death by waiting for it.
 """
 
+import errno
 import logging
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TransferSpeedColumn,
+)
 
+from twostroke import checkpoint as checkpoints
+from twostroke import log, trace
 from twostroke.checkpoint import Checkpoint
-from twostroke.config import EngineConfig
+from twostroke.config import EngineConfig, Explained
+from twostroke.errors import ConfigError
 from twostroke.messages import Shutdown
 from twostroke.transport import ZmqEngineChannel
 
@@ -80,3 +96,73 @@ class EngineProcess:
 def start_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineProcess:
     """Start one engine; it loads in the background and reports through its channel."""
     return EngineProcess(config, checkpoint)
+
+
+def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:
+    """Serve a model over HTTP until told to stop; returns the exit code of `twostroke serve`.
+
+    What can fail early does: the port is bound and the model found before anything is loaded. Then
+    the engine loads in its own process while this one imports its HTTP side.
+    """
+    log.setup(config.log_level)
+    listener = _bind(config.host, config.port)
+    try:
+        checkpoint = _resolve(config)
+        if config.trace:
+            _begin_trace(config.trace)
+        process = start_engine(config, checkpoint)
+    except BaseException:
+        listener.close()
+        raise
+    try:
+        from twostroke.proc.api_main import run
+
+        return run(config, explained, checkpoint, process, listener)
+    finally:
+        process.stop()
+        listener.close()
+        if config.trace:
+            trace.finish(Path(config.trace))
+            logger.info("trace written to %s (open it at ui.perfetto.dev)", config.trace)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is in use",
+                hint="stop what listens there, or choose another with --port (0: any free one)",
+            ) from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listener
+
+
+def _begin_trace(path: str) -> None:
+    try:
+        trace.begin(Path(path))
+    except OSError as error:
+        raise ConfigError(f"cannot write the trace to {path}: {error.strerror}") from None
+
+
+def _resolve(config: EngineConfig) -> Checkpoint:
+    """Find the model, with a progress bar if it must be downloaded."""
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+        console=Console(stderr=True), transient=True,
+    ) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total or None)
+            bars.update(tasks[stage], completed=done, total=total or None)
+
+        return checkpoints.resolve(config, show)

@@ -1,0 +1,146 @@
+"""API process: uvicorn on one asyncio thread, the engine client, and the watch over both.
+
+    run()  ▶ engine client starts its output task
+           ▶ uvicorn serves at once (/v1/models and /health answer while the model loads)
+           ▶ SIGINT or SIGTERM: stop accepting, let running requests end, stop the engine, exit 0
+           ▶ engine dead: waiting clients get an error, /health says 503, exit 1
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import uvicorn
+import uvloop
+
+from twostroke import __version__
+from twostroke.api.app import ServerState, create_app
+from twostroke.checkpoint import Checkpoint
+from twostroke.client.chat import ChatTemplate
+from twostroke.client.engine import AsyncEngine
+from twostroke.client.tokenizer import load_tokenizer
+from twostroke.config import EngineConfig, Explained
+from twostroke.errors import EngineDeadError, TwostrokeError
+from twostroke.messages import EngineReady
+from twostroke.metrics import Metrics
+from twostroke.proc.launch import EngineProcess
+
+logger = logging.getLogger("twostroke")
+
+# After the engine's death the server still answers this long, so that health checks and waiting
+# clients learn the reason and do not just meet a refused connection.
+DEAD_LINGER_S = 3.0
+
+
+class Server(uvicorn.Server):
+    """uvicorn, except that a signal is an orderly end (exit 0) and is not raised again."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.should_exit:
+            logger.warning("%s again: stopping now", number.name)
+            self.force_exit = True
+        else:
+            logger.info("%s: draining; once more stops at once", number.name)
+            self.should_exit = True
+
+
+def run(
+    config: EngineConfig,
+    explained: Sequence[Explained],
+    checkpoint: Checkpoint,
+    process: EngineProcess,
+    listener: socket.socket,
+) -> int:
+    """Serve until stopped; returns the exit code."""
+    return uvloop.run(_run(config, explained, checkpoint, process, listener))
+
+
+async def _run(
+    config: EngineConfig,
+    explained: Sequence[Explained],
+    checkpoint: Checkpoint,
+    process: EngineProcess,
+    listener: socket.socket,
+) -> int:
+    tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint, config.tokenizer)
+    name = config.served_model_name or checkpoint.served_name
+    metrics = Metrics(model_name=name, prefix=config.metrics_prefix)
+    engine = AsyncEngine(
+        process.channel,
+        tokenizer,
+        model_name=name,
+        max_model_len=checkpoint.shape.max_position_embeddings,
+        eos_token_ids=checkpoint.shape.eos_token_ids,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        metrics=metrics,
+        default_seed=config.seed,
+    )
+    engine.start()
+    state = ServerState(
+        engine=engine,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(checkpoint.chat_template),
+        model_name=name,
+        api_key=config.api_key,
+        explained=explained,
+        metrics=metrics,
+        version=__version__,
+    )
+    server = Server(
+        uvicorn.Config(
+            create_app(state),
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    watch = asyncio.create_task(_watch(engine, server, config, checkpoint, listener))
+    await serving
+    watch.cancel()
+    await engine.stop()
+    return 1 if engine.dead is not None else 0
+
+
+async def _watch(
+    engine: AsyncEngine,
+    server: Server,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    listener: socket.socket,
+) -> None:
+    """Print the start-up block once the engine is ready; end the server if the engine dies."""
+    try:
+        ready = await engine.wait_ready()
+        host, port = listener.getsockname()[:2]
+        print(startup_block(ready, engine.model_name, str(checkpoint.path), f"http://{host}:{port}"))
+        await engine.wait_dead()
+    except TwostrokeError as error:
+        logger.error("%s", error)
+    await asyncio.sleep(DEAD_LINGER_S)
+    server.should_exit = True
+
+
+def startup_block(ready: EngineReady, model: str, path: str, url: str) -> str:
+    """What a user wants to know once: each fact, its value and the reason for it."""
+    rows = [("model", model, path), *ready.facts, ("URL", f"{url}/v1", "OpenAI API; metrics at /metrics")]
+    width = max(len(name) for name, _, _ in rows)
+    return "\n".join(
+        f"  {name:<{width}}  {value}" + (f"  ({reason})" if reason else "")
+        for name, value, reason in rows
+    )
