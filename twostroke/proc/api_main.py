@@ -23,7 +23,7 @@ from twostroke.client.chat import ChatTemplate
 from twostroke.client.engine import AsyncEngine
 from twostroke.client.tokenizer import load_tokenizer
 from twostroke.config import EngineConfig, Explained
-from twostroke.errors import EngineDeadError, TwostrokeError
+from twostroke.errors import EngineDeadError
 from twostroke.messages import EngineReady
 from twostroke.metrics import Metrics
 from twostroke.proc.launch import EngineProcess
@@ -109,29 +109,34 @@ async def _run(
             timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
         )
     )
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    watch = asyncio.create_task(_watch(engine, server, config, checkpoint, listener))
-    await serving
+    watch = asyncio.create_task(_watch(engine, server, process, checkpoint, listener))
+    await server.serve(sockets=[listener])
     watch.cancel()
-    await engine.stop()
+    await engine.close()
     return 1 if engine.dead is not None else 0
 
 
 async def _watch(
     engine: AsyncEngine,
     server: Server,
-    config: EngineConfig,
+    process: EngineProcess,
     checkpoint: Checkpoint,
     listener: socket.socket,
 ) -> None:
     """Print the start-up block once the engine is ready; end the server if the engine dies."""
+    loop = asyncio.get_running_loop()
+    died = asyncio.Event()
+    process.on_death(lambda: loop.call_soon_threadsafe(died.set))
     try:
         ready = await engine.wait_ready()
-        host, port = listener.getsockname()[:2]
-        print(startup_block(ready, engine.model_name, str(checkpoint.path), f"http://{host}:{port}"))
-        await engine.wait_dead()
-    except TwostrokeError as error:
-        logger.error("%s", error)
+    except EngineDeadError as error:
+        logger.error("%s", error.message)
+        server.should_exit = True
+        return
+    host, port = listener.getsockname()[:2]
+    print(startup_block(ready, engine.model_name, str(checkpoint.path), f"http://{host}:{port}"))
+    await died.wait()
+    logger.error("the engine is gone; this server ends in %.0f s", DEAD_LINGER_S)
     await asyncio.sleep(DEAD_LINGER_S)
     server.should_exit = True
 

@@ -31,7 +31,7 @@ from twostroke.clock import WallClock
 from twostroke.config import EngineConfig, SchedulerConfig
 from twostroke.core.executor import Executor
 from twostroke.core.loop import EngineCore
-from twostroke.errors import TwostrokeError
+from twostroke.errors import ConfigError, TwostrokeError
 from twostroke.messages import (
     AbortRequests,
     AddRequest,
@@ -98,7 +98,7 @@ class CoreProcess:
             return 0
         except TwostrokeError as error:
             self.outbox.put(EngineDead(str(error)))
-            return 3
+            return 2 if isinstance(error, ConfigError) else 3
         except Exception as error:
             logger.exception("the engine core failed")
             self.outbox.put(EngineDead(f"the engine core failed: {type(error).__name__}: {error}"))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -61,6 +61,8 @@ class EngineProcess:
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(settings) + b"\n")
         self.process.stdin.flush()
+        self.died = threading.Event()
+        self._on_death: list[Callable[[], object]] = []
         self._stopping = False
         self._watcher = threading.Thread(target=self._watch, name="watch-engine", daemon=True)
         self._watcher.start()
@@ -70,6 +72,15 @@ class EngineProcess:
         if not self._stopping:
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             self.channel.report_death(f"the engine-core process {how}")
+            self.died.set()
+            for callback in self._on_death:
+                callback()
+
+    def on_death(self, callback: Callable[[], object]) -> None:
+        """Call back, from a thread, if the process ends without being told to."""
+        self._on_death.append(callback)
+        if self.died.is_set():
+            callback()
 
     def stop(self, drain_s: float = 0.0) -> int:
         """End the process: let requests finish for `drain_s` seconds, abort the rest, then exit.
@@ -117,13 +128,15 @@ def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:
     try:
         from twostroke.proc.api_main import run
 
-        return run(config, explained, checkpoint, process, listener)
+        failed = run(config, explained, checkpoint, process, listener) != 0
     finally:
-        process.stop()
+        engine_code = process.stop()
         listener.close()
         if config.trace:
             trace.finish(Path(config.trace))
             logger.info("trace written to %s (open it at ui.perfetto.dev)", config.trace)
+    # An engine that refused to start says why in its own exit code (2: settings, 3: model).
+    return (engine_code if engine_code > 0 else 1) if failed else 0
 
 
 def _bind(host: str, port: int) -> socket.socket:
