@@ -252,9 +252,9 @@ def _complaint(log: str) -> str:
     """The line that says what went wrong, out of an installer's output."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith(("ERROR:", "error:"))]
-    cause = next((line for line in lines if "connection" in line.lower()), "")
     shown = (errors or lines or ["it gave no reason"])[-1]
-    return f"{shown} ({cause})" if cause and cause != shown else shown
+    unreachable = any("connection broken" in line for line in lines)
+    return f"{shown} (no connection to the package index)" if unreachable else shown
 
 
 # ---------------------------------------------------------------- the Hugging Face hub
