@@ -28,13 +28,14 @@ def _plain_handler() -> logging.Handler:
 
 def _terminal_handler() -> logging.Handler:
     from rich.console import Console
+    from rich.highlighter import NullHighlighter
     from rich.logging import RichHandler
 
     handler = RichHandler(
         console=Console(stderr=True),
         show_path=False,
         log_time_format="%H:%M:%S",
-        highlighter=None,
+        highlighter=NullHighlighter(),
         rich_tracebacks=False,
     )
     handler.setFormatter(logging.Formatter("%(message)s"))
