@@ -220,6 +220,7 @@ def from_hf_config(
     keys = _Keys(config, source, shown)
     architecture = _architecture(keys)
     qwen = architecture.startswith("qwen")
+    vocab_size = keys.integer("vocab_size", MAX_VOCAB_SIZE)
     hidden = keys.integer("hidden_size", MAX_HIDDEN_SIZE)
     layers = keys.integer("num_hidden_layers", MAX_LAYERS)
     heads, kv_heads, head_dim = _heads(keys, architecture, hidden)
@@ -230,7 +231,7 @@ def from_hf_config(
     bias = architecture != "mistral" and keys.boolean("attention_bias", default=False)
     return ModelShape(
         architecture=architecture,
-        vocab_size=keys.integer("vocab_size", MAX_VOCAB_SIZE),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=keys.integer("intermediate_size", MAX_INTERMEDIATE_SIZE),
         num_layers=layers,
@@ -248,7 +249,7 @@ def from_hf_config(
         qk_norm=architecture in ("qwen3", "qwen3_moe"),
         dtype=_dtype(keys),
         bos_token_id=_token_id(keys, "bos_token_id"),
-        eos_token_ids=token_ids(config.get("eos_token_id"), keys.name("eos_token_id")),
+        eos_token_ids=token_ids(config.get("eos_token_id"), keys.name("eos_token_id"), vocab_size),
         **(_experts(keys, layers) if architecture == "qwen3_moe" else {}),
     )
 
@@ -340,8 +341,6 @@ def _rope(keys: _Keys, positions: int) -> tuple[float, RopeScaling | None]:
         if any(isinstance(value, Mapping) for value in values.values()):
             raise keys.refuse(key, "RoPE that differs between layers is not supported")
         return theta, None
-    if kind == "factors":
-        return theta, RopeScaling("factors", factors=tuple(values["factors"]))
     if kind not in ("linear", "llama3", "yarn"):
         raise rope.refuse(kind_key, "supported: default, linear, llama3, yarn")
     return theta, RopeScaling(kind, _rope_parameters(rope, keys, kind, positions))
@@ -414,13 +413,15 @@ def _token_id(keys: _Keys, key: str) -> int | None:
     return keys.integer(key, MAX_VOCAB_SIZE, least=0)
 
 
-def token_ids(value: object, name: str) -> tuple[int, ...]:
+def token_ids(value: object, name: str, vocab_size: int) -> tuple[int, ...]:
     """One id, a list of ids or None, as config.json and generation_config.json give them.
 
-    Raises ModelError with `name` for anything else.
+    Raises ModelError with `name` for anything else, ids outside the vocabulary included.
     """
     listed = [] if value is None else value if isinstance(value, list) else [value]
     for item in listed:
-        if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < MAX_VOCAB_SIZE:
-            raise ModelError(f"{name} is {_short(value)}; it must be a token id or a list of them")
+        if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < vocab_size:
+            raise ModelError(
+                f"{name} is {_short(value)}; it must be a token id below {vocab_size:,}, or a list"
+            )
     return tuple(dict.fromkeys(listed))
