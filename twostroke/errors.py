@@ -9,7 +9,9 @@
     │   └── ContextLengthError      prompt + output cannot fit
     ├── ModelNotFoundError          the request names a model not served here      (HTTP 404)
     ├── AuthenticationError         missing or wrong API key                       (HTTP 401)
+    ├── BodyTooLargeError           an HTTP body beyond the limit                  (HTTP 413)
     ├── QueueFullError              too many requests wait already                 (HTTP 429)
+    ├── EngineLoadingError          the model is still being loaded                (HTTP 503)
     └── EngineDeadError             the engine behind the API is gone              (HTTP 503)
 
 A message says what happened and with which value, then the limit, then a hint:
@@ -97,3 +99,21 @@ class EngineDeadError(TwostrokeError):
 
     http_status = 503
     code = "engine_dead"
+
+
+class EngineLoadingError(TwostrokeError):
+    """The model is still being loaded. `retry_after_s` goes into the Retry-After header."""
+
+    http_status = 503
+    code = "engine_loading"
+
+    def __init__(self, message: str, *, retry_after_s: float, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class BodyTooLargeError(RequestError):
+    """An HTTP body beyond the server's limit."""
+
+    http_status = 413
+    code = "body_too_large"
