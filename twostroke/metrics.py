@@ -1,14 +1,380 @@
-"""Prometheus metrics with vLLM's names, under the prefix `twostroke:` or `vllm:`."""
+"""Prometheus metrics with vLLM's names, and the numbers of the log lines.
+
+Values are kept in plain numbers and NumPy columns and turned into Prometheus families only when
+`/metrics` is read: recording costs a few array operations a step, and some additions a request.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from twostroke.ledger import Interval, RequestLedger
+from twostroke.messages import EngineReady, EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
-class Metrics:
+# Buckets are vLLM's, so that existing dashboards and recording rules keep working.
+_TTFT_S: tuple[float, ...] = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+)
+_TTFT_S += (10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+_TOKEN_S: tuple[float, ...] = (
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+)
+_TOKEN_S += (10.0, 20.0, 40.0, 80.0)
+_REQUEST_S: tuple[float, ...] = (
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+)
+_REQUEST_S += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
+_STEP_TOKENS = tuple(float(b) for b in (1, *(1 << i for i in range(3, 15))))
+_N = (1.0, 2.0, 5.0, 10.0, 20.0)
+_PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+def token_buckets(max_model_len: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50 ... up to `max_model_len`."""
+    decades = range(len(str(max_model_len)))
+    bounds = [float(m * 10**d) for d in decades for m in (1, 2, 5)]
+    return tuple(b for b in bounds if b <= max_model_len)
+
+
+class Histogram:
+    """Counts per bucket; a value equal to a bound belongs to the bucket below it (`le`)."""
+
+    def __init__(self, help_text: str, bounds: Sequence[float]) -> None:
+        self.help_text = help_text
+        self._bounds = list(bounds)
+        self._counts = np.zeros(len(self._bounds) + 1, np.int64)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Record `value`, `count` times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def observe_many(self, values: Sequence[float]) -> None:
+        """Record every value, in a few array operations."""
+        if values:
+            array = np.asarray(values, np.float64)
+            where = np.searchsorted(self._bounds, array, side="left")
+            self._counts += np.bincount(where, minlength=self._counts.size)
+            self._sum += float(array.sum())
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bounds and cumulative counts, +Inf last."""
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        return list(zip(bounds, np.cumsum(self._counts).tolist(), strict=True))
+
+    @property
+    def sum(self) -> float:
+        """Sum of all recorded values."""
+        return self._sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRecord:
+    """One finished sample (a request with n = 1 has one). `ledger` is closed."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    max_tokens: int
+    finish_reason: str
+    ledger: RequestLedger
+
+
+class Metrics(Collector):
     """All metrics of one engine, in a registry of their own."""
 
-    def __init__(self, *, model_name: str, prefix: str = "twostroke", engine: int = 0) -> None:
-        raise NotImplementedError
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        prefix: str = "twostroke",
+        engine: int = 0,
+        max_model_len: int = 131072,
+    ) -> None:
+        self._prefix = prefix
+        self._labels = {"model_name": model_name, "engine": str(engine)}
+        self._stats = EngineStats()
+        self._ready: EngineReady | None = None
+        self._finished = dict.fromkeys(FINISH_REASONS, 0)
+        self._rejected = 0
+        self._prompt_tokens_cached = 0
+        self._spent_ns = [0] * len(Interval)
+        tokens = token_buckets(max_model_len)
+
+        def latency(of: str) -> Histogram:
+            return Histogram(f"Seconds of a request: {of}.", _REQUEST_S)
+
+        self._histograms = {
+            "time_to_first_token_seconds": Histogram("Arrival to first token.", _TTFT_S),
+            "inter_token_latency_seconds": Histogram("Time between tokens.", _TOKEN_S),
+            "request_time_per_output_token_seconds": Histogram(
+                "Mean time per output token of a request, after its first.", _TOKEN_S
+            ),
+            "e2e_request_latency_seconds": latency("end to end"),
+            "request_queue_time_seconds": latency("waiting before its first step"),
+            "request_inference_time_seconds": latency("first step to last token"),
+            "request_prefill_time_seconds": latency("first step to first token"),
+            "request_decode_time_seconds": latency("decoding, without what preemption cost"),
+            "iteration_tokens_total": Histogram("Tokens per engine step.", _STEP_TOKENS),
+            "request_prompt_tokens": Histogram("Prompt tokens of a request.", tokens),
+            "request_generation_tokens": Histogram("Tokens that a request generated.", tokens),
+            "request_max_num_generation_tokens": Histogram(
+                "Most tokens that a sample of a request generated.", tokens
+            ),
+            "request_params_n": Histogram("The parameter n.", _N),
+            "request_params_max_tokens": Histogram("The parameter max_tokens.", tokens),
+            "request_prefill_kv_computed_tokens": Histogram(
+                "Prompt tokens computed, not cached.", tokens
+            ),
+            "request_num_preemptions": Histogram("Preemptions of a request.", _PREEMPTIONS),
+        }
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    # ------------------------------------------------------------ recording
+
+    def engine_ready(self, ready: EngineReady) -> None:
+        """Sizes of the KV pool, for the info metric."""
+        self._ready = ready
+
+    def observe_stats(self, stats: EngineStats) -> None:
+        """The engine's latest gauges and totals."""
+        steps = stats.num_steps - self._stats.num_steps
+        if steps > 0:
+            mean = (stats.step_tokens - self._stats.step_tokens) / steps
+            self._histograms["iteration_tokens_total"].observe(mean, steps)
+        self._stats = stats
+
+    def observe_tokens(
+        self, first_token_s: Sequence[float], inter_token_s: Sequence[float]
+    ) -> None:
+        """The times to first token, and between tokens, that one step brought."""
+        self._histograms["time_to_first_token_seconds"].observe_many(first_token_s)
+        self._histograms["inter_token_latency_seconds"].observe_many(inter_token_s)
+
+    def observe_request(self, samples: Sequence[SampleRecord]) -> None:
+        """A request ended, in whatever way."""
+        seen = self._histograms
+        seen["request_params_n"].observe(len(samples))
+        most = max(sample.output_tokens for sample in samples)
+        seen["request_max_num_generation_tokens"].observe(most)
+        for sample in samples:
+            ledger = sample.ledger
+            self._finished[sample.finish_reason] += 1
+            self._prompt_tokens_cached += sample.cached_tokens
+            for interval, spent_ns in enumerate(ledger.spent_ns):
+                self._spent_ns[interval] += spent_ns
+            prefill_s, decode_s = ledger.seconds(Interval.PREFILL), ledger.seconds(Interval.DECODE)
+            lost_s = ledger.seconds(Interval.PREEMPTED)
+            seen["e2e_request_latency_seconds"].observe(ledger.total_ns / 1e9)
+            seen["request_queue_time_seconds"].observe(ledger.seconds(Interval.QUEUE))
+            seen["request_inference_time_seconds"].observe(prefill_s + decode_s + lost_s)
+            seen["request_prefill_time_seconds"].observe(prefill_s)
+            seen["request_decode_time_seconds"].observe(decode_s)
+            seen["request_prompt_tokens"].observe(sample.prompt_tokens)
+            seen["request_generation_tokens"].observe(sample.output_tokens)
+            seen["request_params_max_tokens"].observe(sample.max_tokens)
+            seen["request_num_preemptions"].observe(ledger.num_preemptions)
+            computed = sample.prompt_tokens - sample.cached_tokens
+            seen["request_prefill_kv_computed_tokens"].observe(computed)
+            if (per_token_s := time_per_output_token_s(sample)) is not None:
+                seen["request_time_per_output_token_seconds"].observe(per_token_s)
+
+    def observe_rejection(self) -> None:
+        """A request was refused because the queue is full."""
+        self._rejected += 1
+
+    # ------------------------------------------------------------ exposition
 
     def render(self) -> bytes:
         """The text that `/metrics` answers, of type CONTENT_TYPE."""
-        raise NotImplementedError
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Family]:
+        """Families for prometheus_client."""
+        stats = self._stats
+        yield self._gauge("num_requests_running", "Running requests.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Waiting requests.", stats.num_waiting)
+        yield self._gauge("num_requests_loading", "Requests that wait for KV.", stats.num_loading)
+        yield self._gauge("kv_cache_usage_perc", "KV pool in use, 0 to 1.", stats.kv_usage)
+        yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
+        yield self._counter(
+            "prefix_cache_queries",
+            "Tokens looked up in the prefix cache.",
+            stats.prefix_cache_queries,
+        )
+        yield self._counter(
+            "prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_cache_hits
+        )
+        yield self._counter("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens)
+        yield self._counter(
+            "prompt_tokens_cached", "Prompt tokens not computed.", self._prompt_tokens_cached
+        )
+        yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
+        yield self._by_label(
+            "request_success", "Ended requests.", "finished_reason", self._finished
+        )
+        rejections = {"queue_full": self._rejected}
+        yield self._by_label("admission_rejections", "Refused requests.", "reason", rejections)
+        spent_s = {i.name.lower(): self._spent_ns[i] / 1e9 for i in Interval}
+        yield self._by_label(
+            "request_interval_seconds",
+            "Where ended requests spent their time.",
+            "interval",
+            spent_s,
+        )
+        for name, histogram in self._histograms.items():
+            family = HistogramMetricFamily(
+                self._name(name), histogram.help_text, labels=list(self._labels)
+            )
+            family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
+            yield family
+        if self._ready is not None:
+            facts = {
+                "block_size": str(self._ready.block_size),
+                "num_gpu_blocks": str(self._ready.num_blocks),
+                "engine": self._labels["engine"],
+            }
+            info = GaugeMetricFamily(
+                self._name("cache_config_info"), "Sizes of the KV pool.", labels=list(facts)
+            )
+            info.add_metric(list(facts.values()), 1)
+            yield info
+
+    def _name(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
+
+    def _gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(self._name(name), help_text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, help_text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(self._name(name), help_text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _by_label(
+        self, name: str, help_text: str, label: str, values: dict[str, int] | dict[str, float]
+    ) -> CounterMetricFamily:
+        family = CounterMetricFamily(self._name(name), help_text, labels=[*self._labels, label])
+        for key, value in values.items():
+            family.add_metric([*self._labels.values(), key], value)
+        return family
+
+
+# ---------------------------------------------------------------- what the log says
+
+
+def time_per_output_token_s(sample: SampleRecord) -> float | None:
+    """Mean time between a sample's tokens; None with fewer than two."""
+    ledger = sample.ledger
+    if sample.output_tokens < 2 or ledger.first_token_ns is None or ledger.finished_ns is None:
+        return None
+    return (ledger.finished_ns - ledger.first_token_ns) / 1e9 / (sample.output_tokens - 1)
+
+
+def request_line(request_id: str, samples: Sequence[SampleRecord]) -> str:
+    """The log line of an ended request; times are those of its slowest sample."""
+    slowest = max(samples, key=lambda sample: sample.ledger.total_ns)
+    ledger = slowest.ledger
+    reasons = ", ".join(dict.fromkeys(sample.finish_reason for sample in samples))
+    output_tokens = sum(sample.output_tokens for sample in samples)
+    cached = f" ({slowest.cached_tokens} cached)" if slowest.cached_tokens else ""
+    parts = [
+        f"{request_id}: {reasons}",
+        f"{slowest.prompt_tokens}{cached} + {output_tokens} tokens",
+    ]
+    if ledger.first_token_ns is not None:
+        ttft_ms = (ledger.first_token_ns - ledger.arrived_ns) / 1e6
+        parts.append(f"first token {ttft_ms:.0f} ms")
+    if per_token_s := time_per_output_token_s(slowest):
+        parts.append(f"{1 / per_token_s:.1f} tok/s")
+    spent = [f"{i.name.lower()} {ledger.spent_ns[i] / 1e6:.0f}" for i in Interval]
+    return f"{', '.join(parts)}, {ledger.total_ns / 1e6:.0f} ms ({', '.join(spent)})"
+
+
+class StatusLine:
+    """The periodic line: rates between two looks at the engine's totals."""
+
+    def __init__(self, now_s: float) -> None:
+        self._last = EngineStats()
+        self._last_s = now_s
+
+    def line(self, stats: EngineStats, now_s: float) -> str | None:
+        """The line for the time since the last call; None when nothing ran or waited."""
+        last, elapsed_s = self._last, now_s - self._last_s
+        self._last, self._last_s = stats, now_s
+        prompt_tokens = stats.prompt_tokens - last.prompt_tokens
+        output_tokens = stats.generation_tokens - last.generation_tokens
+        busy = prompt_tokens or output_tokens or stats.num_running or stats.num_waiting
+        if elapsed_s <= 0 or not busy:
+            return None
+        parts = [
+            f"prompt {prompt_tokens / elapsed_s:.1f} tok/s",
+            f"generation {output_tokens / elapsed_s:.1f} tok/s",
+            f"running {stats.num_running}",
+            f"waiting {stats.num_waiting}",
+            f"KV {stats.kv_usage:.1%}",
+        ]
+        if queries := stats.prefix_cache_queries - last.prefix_cache_queries:
+            hits = stats.prefix_cache_hits - last.prefix_cache_hits
+            parts.append(f"prefix hits {hits / queries:.1%}")
+        if preemptions := stats.num_preemptions - last.num_preemptions:
+            parts.append(f"preemptions {preemptions}")
+        return ", ".join(parts)
