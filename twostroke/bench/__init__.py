@@ -1,1 +1,1 @@
-"""Load generators and their reports; they speak HTTP."""
+"""Measuring an engine: a load generator over HTTP, and fixed cases over the offline API."""
