@@ -1,0 +1,130 @@
+"""Draws follow the analytic distribution, and depend on nothing but their own row."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from twostroke.worker.sampler_draw import draw, pick, uniforms
+
+DRAWS = 20_000
+VOCAB = 50
+
+
+def analytic(logits: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """Probabilities by the textbook, one token at a time."""
+    x = logits.astype(np.float64) / temperature
+    p = np.exp(x - x.max())
+    p[p < min_p] = 0
+    order = np.argsort(-p, kind="stable")
+    if top_k:
+        p[order[top_k:]] = 0
+    p /= p.sum()
+    before = 0.0
+    for token in order:
+        if before >= top_p:
+            p[token] = 0
+        before += p[token]
+    return p / p.sum()
+
+
+def draw_many(logits: np.ndarray, seed: int, count: int = DRAWS, **params: float) -> np.ndarray:
+    """Tokens at output positions 0, 1, ... of one request."""
+    columns = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | params
+    rows = torch.from_numpy(np.tile(logits.astype(np.float32), (count, 1)))
+    return draw(
+        rows,
+        temperature=np.full(count, columns["temperature"], np.float64),
+        top_k=np.full(count, columns["top_k"], np.int32),
+        top_p=np.full(count, columns["top_p"], np.float64),
+        min_p=np.full(count, columns["min_p"], np.float64),
+        uniform=uniforms(np.full(count, seed, np.uint64), np.arange(count)),
+    ).numpy()
+
+
+def chi_square_is_plausible(counts: np.ndarray, p: np.ndarray) -> bool:
+    """Below the 1 - 1e-6 quantile of chi-square, by Wilson and Hilferty's approximation."""
+    expected = counts.sum() * p
+    used = expected >= 5
+    observed = np.append(counts[used], counts[~used].sum())
+    expected = np.append(expected[used], expected[~used].sum())
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    k = max(1, len(expected) - 1)
+    return statistic < k * (1 - 2 / (9 * k) + 4.75 * math.sqrt(2 / (9 * k))) ** 3
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0, "min_p": 0.1},
+        {"top_k": 5},
+        {"top_k": 1},
+        {"top_p": 0.7},
+        {"top_p": 1e-9},
+        {"min_p": 0.3},
+        {"top_k": 20, "top_p": 0.8, "temperature": 1.3, "min_p": 0.02},
+        {"top_k": 1000},
+    ],
+)
+def test_draws_follow_the_distribution(params: dict[str, float]):
+    logits = np.random.default_rng(0).normal(0, 2, VOCAB)
+    logits[7] = -np.inf
+    counts = np.bincount(draw_many(logits, seed=11, **params), minlength=VOCAB)
+    p = analytic(logits, **params)
+    assert counts[p == 0].sum() == 0
+    assert chi_square_is_plausible(counts, p)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_top_p_over_a_flat_large_vocabulary_sorts_all_of_it(top_p: float):
+    """Here neither 64 nor 1,024 candidates hold the mass that top_p keeps."""
+    logits = np.random.default_rng(1).normal(0, 0.1, 5000)
+    tokens = draw_many(logits, seed=3, count=300, top_p=top_p)
+    p = analytic(logits, top_p=top_p)
+    assert (p[tokens] > 0).all()
+    assert len(set(tokens.tolist())) > 200
+
+
+def test_a_row_draws_the_same_token_in_any_company():
+    rng = np.random.default_rng(2)
+    count, vocab = 24, 3000
+    logits = rng.normal(0, 3, (count, vocab)).astype(np.float32)
+    columns = {
+        "temperature": rng.choice([0.3, 1.0, 5.0], count),
+        "top_k": rng.choice([0, 3, 64, 65, 900, 2000], count).astype(np.int32),
+        "top_p": rng.choice([1.0, 0.9, 0.2], count),
+        "min_p": rng.choice([0.0, 0.05], count),
+        "uniform": uniforms(np.arange(count).astype(np.uint64), np.arange(count)),
+    }
+    together = draw(torch.from_numpy(logits.copy()), **columns)
+    for subset in (np.arange(7), np.arange(5, 24)[::-1], *np.arange(count)[:, None]):
+        some = draw(torch.from_numpy(logits[subset]), **{k: v[subset] for k, v in columns.items()})
+        assert some.tolist() == together[torch.from_numpy(subset.copy())].tolist()
+
+
+def test_a_weight_of_zero_is_never_picked():
+    weights = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0, 0.0]]).expand(5, -1)
+    edges = torch.tensor([0.0, 1 / 3, np.nextafter(1 / 3, 0), 1 - 2**-53, 0.5], dtype=torch.float64)
+    assert pick(weights, edges).tolist() == [1, 3, 1, 3, 3]
+
+
+def test_uniforms_are_uniform_and_independent():
+    seeds, positions = np.meshgrid(np.arange(200).astype(np.uint64), np.arange(200))
+    u = uniforms(seeds.ravel(), positions.ravel())
+    assert u.min() >= 0
+    assert u.max() < 1
+    assert len(np.unique(u)) == u.size
+    assert chi_square_is_plausible(np.histogram(u, 64, (0, 1))[0], np.full(64, 1 / 64))
+    grid = u.reshape(200, 200)
+    for a, b in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1]), (grid[1:, 1:], grid[:-1, :-1])):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 5 / math.sqrt(a.size)
+
+
+def test_extreme_temperatures_stay_finite():
+    logits = np.array([3e38, 1.0, -3e38, 0.0])
+    assert set(draw_many(logits, 0, 50, temperature=1e-5).tolist()) == {0}
+    assert set(draw_many(np.zeros(4), 0, 200, temperature=1e30).tolist()) == {0, 1, 2, 3}

@@ -1,0 +1,87 @@
+"""What the model runs on, in which number format, on how many threads, and how much it works in.
+
+Every choice comes as a fact (name, value, reason) for the start-up block.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+from twostroke.config import EngineConfig
+from twostroke.errors import ConfigError
+from twostroke.shape import ModelShape
+from twostroke.worker.pool import Fact
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# CPU flags with which a bfloat16 matrix product beats a float32 one (x86; x86; ARM).
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+
+
+def choose_device(config: EngineConfig) -> tuple[torch.device, Fact]:
+    """The device, with torch's threads set on a CPU. ConfigError when it is not there."""
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ConfigError(
+            "--device is cuda, but torch finds no usable GPU", hint="use --device cpu"
+        )
+    if has_gpu and config.device != "cpu":
+        reason = "a GPU is there" if config.device == "auto" else "--device"
+        name = f"cuda ({torch.cuda.get_device_name()})"
+        return torch.device("cuda", torch.cuda.current_device()), ("Device", name, reason)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = config.cpu_threads or cores or 1
+    torch.set_num_threads(threads)
+    reason = "no GPU" if config.device == "auto" else "--device"
+    reason += ", --cpu-threads" if config.cpu_threads else f", all {threads} cores given to us"
+    return torch.device("cpu"), ("Device", f"cpu, {threads} threads", reason)
+
+
+def choose_dtype(
+    config: EngineConfig, device: torch.device, cpu_flags: frozenset[str] | None = None
+) -> tuple[str, Fact]:
+    """Number format of weights, activations and KV, as a key of DTYPES.
+
+    `cpu_flags` are /proc/cpuinfo's unless given.
+    """
+    if config.dtype != "auto":
+        return config.dtype, ("Number format", config.dtype, "--dtype")
+    if device.type == "cpu":
+        flags = _cpu_flags() if cpu_flags is None else cpu_flags
+        found = next((flag for flag in _BF16_FLAGS if flag in flags), "")
+        name = "bfloat16" if found else "float32"
+        reason = f"the CPU has {found}" if found else "the CPU has no bfloat16 instructions"
+        return name, ("Number format", name, reason)
+    major, minor = torch.cuda.get_device_capability(device)
+    name = "bfloat16" if major >= 8 else "float16"
+    return name, ("Number format", name, f"the GPU has compute capability {major}.{minor}")
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def estimate_activations(config: EngineConfig, shape: ModelShape, itemsize: int) -> int:
+    """Bytes that a full step works in, generously: the largest layer's tensors and the logits.
+
+    Counted per token: the residual stream and two normed copies, q, k, v and the attention's
+    output, gate, up and their product; in a MoE layer those of each chosen expert, with a copy of
+    its input and output. Per seat: float32 logits, and three more of their size while sampling.
+    """
+    attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    feed_forward = 3 * shape.intermediate_size
+    if shape.num_experts:
+        expert = 3 * shape.moe_intermediate_size + 2 * shape.hidden_size
+        feed_forward = max(feed_forward, shape.num_experts_per_token * expert)
+    per_token = (3 * shape.hidden_size + attention + feed_forward) * itemsize
+    per_seat = 4 * 4 * shape.vocab_size
+    return config.max_num_batched_tokens * per_token + config.max_num_seqs * per_seat

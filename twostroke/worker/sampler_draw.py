@@ -1,0 +1,135 @@
+"""Drawing tokens: reproducible uniforms, and inverse-CDF sampling row by row.
+
+The same (seed, output position, logits) gives the same token whatever else is in the batch, however
+often the request was preempted, and whether steps overlap or not: the random number is a hash of
+seed and position instead of a generator's next value, and no arithmetic here mixes rows or depends
+on how many there are. Shapes: Q rows to draw, V vocabulary.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from twostroke.messages import Float64s, Int32s, Int64s
+
+UInt64s = NDArray[np.uint64]
+
+# Widths of the candidate lists tried before sorting the whole vocabulary. A row starts at the first
+# that holds its top-k, so its path depends on its own parameters and logits only.
+_WIDTHS = (64, 1024)
+
+
+def _mix(x: UInt64s) -> UInt64s:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): every output bit is well mixed."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def uniforms(seeds: UInt64s, positions: Int32s | Int64s) -> Float64s:
+    """One number in [0, 1) for each (seed, output position), of 53 random bits."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    counter = (positions.astype(np.uint64) + np.uint64(1)) * golden
+    # The seed is mixed by itself first: seeds 1, 2, 3 ... must not give shifted streams.
+    bits = _mix(_mix(seeds + golden) ^ counter)
+    return (_mix(bits + golden) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def pick(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Index [Q] drawn from unnormalised `weights` [Q, n] by `uniform` [Q] float64 in [0, 1).
+
+    The first index whose cumulative weight exceeds the target, which has a positive weight: the
+    running sum does not move at a weight of zero.
+    """
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    target = uniform[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[-1] - 1)
+    # A parallel scan (on a GPU) rounds differently from element to element, so its sum may move.
+    none = weights.gather(-1, index) <= 0
+    if none.any():
+        index = torch.where(none, weights.argmax(-1, keepdim=True), index)
+    return index[:, 0]
+
+
+def draw(
+    logits: Tensor,
+    *,
+    temperature: Float64s,
+    top_k: Int32s,
+    top_p: Float64s,
+    min_p: Float64s,
+    uniform: Float64s,
+) -> Tensor:
+    """Tokens [Q] int64 drawn from `logits` [Q, V] float32, which it overwrites.
+
+    Order as in vLLM: temperature, min_p, top-k, top-p, draw. `top_k` 0, `top_p` 1 and `min_p` 0 are
+    off. Of tokens that tie at the edge of top-k or top-p only as many are kept as fit.
+    """
+    device, vocab_size = logits.device, logits.shape[-1]
+    # With the maximum at 0 neither a tiny temperature nor exp can overflow.
+    logits -= logits.amax(-1, keepdim=True)
+    logits /= _column(temperature, device)
+    if min_p.any():
+        with np.errstate(divide="ignore"):
+            logits.masked_fill_(logits < _column(np.log(min_p), device), -torch.inf)
+    top_k = np.where((top_k <= 0) | (top_k > vocab_size), vocab_size, top_k).astype(np.int32)
+    targets = torch.from_numpy(uniform).to(device)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=device)
+
+    filtered = (top_k < vocab_size) | (top_p < 1)
+    if not filtered.all():
+        rows = _indices(np.flatnonzero(~filtered), device)
+        tokens[rows] = pick(torch.softmax(logits[rows], -1), targets[rows])
+    todo = np.flatnonzero(filtered)
+    first_width = np.where(top_k <= _WIDTHS[0], *_WIDTHS)
+    for width in (*_WIDTHS, vocab_size):
+        now = todo[first_width[todo] <= width]
+        if len(now):
+            rows = _indices(now, device)
+            picked, sure = _draw_from_top(
+                logits[rows], min(width, vocab_size), top_k[now], top_p[now], targets[rows]
+            )
+            tokens[rows] = picked
+            todo = np.setdiff1d(todo, now[sure.cpu().numpy()], assume_unique=True)
+    return tokens
+
+
+def _draw_from_top(
+    logits: Tensor, width: int, top_k: Int32s, top_p: Float64s, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens [Q] drawn from the `width` best, and whether those hold all that top-k and top-p keep.
+
+    `logits` [Q, V] have their maximum at 0.
+    """
+    device, vocab_size = logits.device, logits.shape[-1]
+    if width == vocab_size:
+        values, token_ids = logits.sort(stable=True, dim=-1, descending=True)
+    else:
+        values, token_ids = logits.topk(width, -1)
+    weights = values.to(torch.float64).exp_()
+    k = _column(top_k, device)
+    weights.masked_fill_(torch.arange(width, device=device) >= k, 0.0)
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    if (top_k > width).any():
+        # Mass of the whole row: the largest weight is 1, so its probability is 1 / mass.
+        mass = 1 / torch.softmax(logits, -1).amax(-1, keepdim=True).to(torch.float64)
+        total = torch.where(k > width, mass, total)
+    wanted = _column(top_p, device) * total
+    # A token stays while those before it do not reach top_p; the best one always stays.
+    dropped = cumulative - weights >= wanted
+    dropped[:, 0] = False
+    sure = (k <= width) | (cumulative[:, -1:] >= wanted)
+    picked = pick(weights.masked_fill_(dropped, 0.0), uniform)
+    return token_ids.gather(-1, picked[:, None])[:, 0], sure[:, 0]
+
+
+def _column(values: Float64s | Int32s, device: torch.device) -> Tensor:
+    dtype = torch.int64 if values.dtype == np.int32 else torch.float64
+    column = torch.from_numpy(values).to(device, dtype)[:, None]
+    return column
+
+
+def _indices(rows: Int64s, device: torch.device) -> Tensor:
+    return torch.from_numpy(rows).to(device)
