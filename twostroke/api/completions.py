@@ -246,7 +246,8 @@ async def fold(chunks: AsyncIterator[Completion]) -> Completion:
     answer: Completion | None = None
     choices: dict[int, CompletionChoice] = {}
     async for chunk in chunks:
-        answer = answer or Completion(chunk.id, chunk.created, chunk.model, [])
+        if answer is None:
+            answer = Completion(id=chunk.id, created=chunk.created, model=chunk.model, choices=[])
         if chunk.usage is not UNSET:
             answer.usage = chunk.usage
         for piece in chunk.choices:

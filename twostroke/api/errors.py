@@ -80,6 +80,7 @@ class RouteErrors:
             detail = f"{path} does not answer {request.method}; use {allowed}"
         else:
             detail = str(exc.detail)
-        body = ErrorBody(ErrorDetail(detail, "invalid_request_error", None, "no_such_route"))
+        code = {404: "route_not_found", 405: "method_not_allowed"}.get(exc.status_code)
+        body = ErrorBody(ErrorDetail(detail, "invalid_request_error", None, code))
         headers = {**(exc.headers or {}), "x-should-retry": "false"}
         return json_response(body, exc.status_code, headers)
