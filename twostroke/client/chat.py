@@ -93,13 +93,17 @@ def _environment() -> _Environment:
 
 
 class ChatTemplate:
-    """A model's chat template. Raises ModelError when it is not valid jinja2."""
+    """A model's chat template. Raises ModelError when it is not valid jinja2.
+
+    `source` is its text, for people to read.
+    """
 
     def __init__(self, template: str, *, bos_token: str = "", eos_token: str = "") -> None:
         try:
             self._template = _environment().from_string(template)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(f"the chat template is not valid: {error}") from None
+        self.source = template
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
     def render(
