@@ -33,10 +33,8 @@ from twostroke.errors import RequestError, UnsupportedFieldError
 from twostroke.messages import SamplingParams
 
 MAX_TOP_LOGPROBS = 20
-# What `ChatTemplate.render` or the server itself gives to a template.
-_OUR_VARIABLES = frozenset(
-    ("add_generation_prompt", "bos_token", "eos_token", "messages", "self", "tools")
-)
+# What the server itself gives to `ChatTemplate.render`, which refuses its own variables.
+_OUR_VARIABLES = frozenset(("add_generation_prompt", "tools"))
 
 
 async def chat_completions(state: ServerState, request: Request) -> Response:
