@@ -313,7 +313,7 @@ class RowError(msgspec.Struct, array_like=True):
     error: str
 
 
-class StepResult(msgspec.Struct, kw_only=True):
+class StepResult(msgspec.Struct, tag="result", kw_only=True):
     """What a step produced. Row i sampled `num_sampled[i]` of the flat `token_ids`."""
 
     step: int
