@@ -116,7 +116,8 @@ class SeatTable:
             token_ids=token_ids,
             positions=positions,
             query_start=query_start,
-            num_computed=plan.num_computed,
+            # Decoded from a message it is read-only and may be unaligned: kernels get a copy.
+            num_computed=plan.num_computed.copy(),
             block_tables=self.block_ids[plan.slots, :widest],
         )
 

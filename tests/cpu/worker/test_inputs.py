@@ -136,5 +136,9 @@ def test_a_plan_that_contradicts_the_seats_is_named(wrong: StepPlan, text: str):
     seats.apply(plan(new=[new(0, [1, 2, 3, 4, 5], [1, 2]), new(2, [1] * 9, [3, 4])]))
     seats.apply(plan(new=[new(3, [1] * 30, list(range(5, 13)))]))
     with pytest.raises(PlanError, match=text):
-        seats.apply(wrong)
-        seats.step_inputs(wrong)
+        apply_and_build(seats, wrong)
+
+
+def apply_and_build(seats: SeatTable, step: StepPlan) -> None:
+    seats.apply(step)
+    seats.step_inputs(step)

@@ -120,7 +120,11 @@ def test_uniforms_are_uniform_and_independent():
     assert len(np.unique(u)) == u.size
     assert chi_square_is_plausible(np.histogram(u, 64, (0, 1))[0], np.full(64, 1 / 64))
     grid = u.reshape(200, 200)
-    for a, b in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1]), (grid[1:, 1:], grid[:-1, :-1])):
+    for a, b in (
+        (grid[1:], grid[:-1]),
+        (grid[:, 1:], grid[:, :-1]),
+        (grid[1:, 1:], grid[:-1, :-1]),
+    ):
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 5 / math.sqrt(a.size)
 
 

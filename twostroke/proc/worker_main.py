@@ -1,0 +1,88 @@
+"""Worker process: the model behind two shared-memory queues, plans in, results out.
+
+Started by `worker.executor.ProcessExecutor`, which writes the settings to our standard input and
+keeps it open: when it closes, the engine core is gone or done with us.
+"""
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+
+from twostroke import log
+from twostroke.checkpoint import open_checkpoint
+from twostroke.errors import TwostrokeError
+from twostroke.messages import (
+    EngineDead,
+    EngineProgress,
+    EngineReady,
+    StepPlan,
+    decoder_for,
+    encode,
+)
+from twostroke.shm_queue import ShmReader, ShmRing, ShmWriter
+from twostroke.worker.executor import EXIT_CODES, WorkerLaunch
+
+logger = logging.getLogger("twostroke.worker")
+
+
+def serve(launch: WorkerLaunch, plans: ShmReader, results: ShmWriter) -> int:
+    """Load the model and run plans until killed; returns only to fail, with the exit code."""
+    from twostroke.worker.runner import ModelRunner
+
+    def send_progress(stage: str, done: int, total: int) -> None:
+        results.put(encode(EngineProgress(stage, done, total)))
+
+    try:
+        config = launch.config
+        checkpoint = open_checkpoint(Path(launch.checkpoint), load_format=config.load_format)
+        runner = ModelRunner(config, checkpoint, send_progress)
+        ready = EngineReady(
+            engine=0,
+            max_model_len=runner.max_model_len,
+            num_blocks=runner.num_blocks,
+            block_size=config.block_size,
+            facts=runner.facts,
+        )
+        results.put(encode(ready))
+        decoder = decoder_for(StepPlan)
+        while True:
+            results.put(encode(runner.run(decoder.decode(plans.get()))))
+    except TwostrokeError as error:
+        results.put(encode(EngineDead(str(error))))
+        return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
+    except Exception as error:
+        logger.exception("the worker failed")
+        results.put(encode(EngineDead(f"{type(error).__name__}: {error}")))
+        return 1
+
+
+def _watch_parent() -> None:
+    """End this process when the parent's end of our standard input closes."""
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+def main() -> None:
+    """Entry point of `python -m twostroke.proc.worker_main PLANS RESULTS`, both `ShmRing.spec`."""
+    faulthandler.enable()
+    # Ctrl-C reaches the whole process group; the API process decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerLaunch)
+    threading.Thread(target=_watch_parent, daemon=True).start()
+    log.setup(launch.config.log_level)
+    plans, results = (ShmRing.attach(spec) for spec in sys.argv[1:3])
+    code = serve(launch, ShmReader(plans), ShmWriter(results))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # daemon threads may sit in native code: do not wait for them
+
+
+if __name__ == "__main__":
+    main()
