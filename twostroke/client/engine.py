@@ -46,7 +46,7 @@ from twostroke.messages import (
     UtilityCall,
     UtilityReply,
 )
-from twostroke.metrics import Metrics, StatusLine, request_line
+from twostroke.metrics import Metrics, SampleRecord, StatusLine, request_line
 from twostroke.transport import EngineChannel
 
 __all__ = ["AsyncEngine", "RequestOutput"]
@@ -194,11 +194,13 @@ class AsyncEngine:
         cache_salt: str = "",
         arrival_s: float | None = None,
         final_only: bool = False,
+        on_close: Callable[[list[SampleRecord]], object] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a request; ends when all its `params.n` samples have ended.
 
         `arrival_s` is when the request arrived, on the monotonic clock (default: now). With
         `final_only` the consumer is woken once, at the end, with one output per sample.
+        `on_close` is given the records of all samples, ledgers included, however the request ends.
 
         Before the first output this raises RequestError (a wrong parameter), ContextLengthError,
         or QueueFullError; at any time EngineDeadError. Leaving it in whatever way (cancelled,
@@ -224,7 +226,7 @@ class AsyncEngine:
                         request.close_sample(output.index, self._clock.now())
                     yield output
         finally:
-            self._close(request)
+            self._close(request, on_close)
 
     # ------------------------------------------------------------ towards the core
 
@@ -336,7 +338,9 @@ class AsyncEngine:
             )
             sample.ledger.mark(Boundary.SENT, self._clock.now())
 
-    def _close(self, request: Request) -> None:
+    def _close(
+        self, request: Request, on_close: Callable[[list[SampleRecord]], object] | None
+    ) -> None:
         """The one place where a request leaves: abort, metrics, log line."""
         live = [s.handle for s in request.samples if self._samples.pop(s.handle, None) is not None]
         if live and self.dead is None:
@@ -350,6 +354,8 @@ class AsyncEngine:
         if records:
             self.metrics.observe_request(records)
             logger.info("%s", request_line(request.request_id, records))
+            if on_close is not None:
+                on_close(records)
 
     # ------------------------------------------------------------ from the core
 
