@@ -152,13 +152,9 @@ class LLM:
         `sampling_params` are for all, or one for each. `use_tqdm` shows a progress bar. A prompt
         that is refused raises RequestError, with a note saying which, and the others are aborted.
         """
-        listed = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        jobs = [
-            self._job(prompt, params)
-            for prompt, params in zip(
-                listed, _per_prompt(sampling_params, len(listed)), strict=True
-            )
-        ]
+        listed = _listed(prompts)
+        each = _per_prompt(sampling_params, len(listed))
+        jobs = [self._job(*pair) for pair in zip(listed, each, strict=True)]
         return self._complete(jobs, use_tqdm)
 
     def chat(
