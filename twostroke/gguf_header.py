@@ -81,7 +81,7 @@ class GgufFile:
     data: mmap.mmap
 
     def bytes_of(self, info: TensorInfo) -> NDArray[np.uint8]:
-        """The stored bytes of a tensor, read-only, without a copy."""
+        """The stored bytes of a tensor, without a copy; not to be written to."""
         return np.frombuffer(self.data, np.uint8, info.num_bytes, info.offset)
 
 
@@ -180,7 +180,8 @@ def read_gguf(path: Path) -> GgufFile:
     """
     try:
         with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # Private rather than read-only: torch takes no read-only memory. Nobody writes to it.
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
     except ValueError:

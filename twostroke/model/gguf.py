@@ -1,0 +1,108 @@
+"""Weights from a GGUF file, dequantised, under the names and in the order of Hugging Face."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from twostroke.gguf_header import TensorInfo, read_gguf
+from twostroke.model.dequantise import dequantise
+from twostroke.shape import ModelShape
+
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+
+# The experts of a layer lie in one tensor [expert, out, in].
+_EXPERTS = {
+    "ffn_gate_exps": "gate_proj",
+    "ffn_up_exps": "up_proj",
+    "ffn_down_exps": "down_proj",
+}
+
+# Belongs to the shape: read with the header.
+_NOT_WEIGHTS = {"rope_freqs.weight"}
+
+
+class _Part(NamedTuple):
+    """A weight within a stored tensor: all of it, or one expert's slice."""
+
+    info: TensorInfo
+    shape: tuple[int, ...]
+    expert: int | None
+
+
+class GgufSource:
+    """The tensors of a GGUF file as float tensors (see `weights.WeightSource`)."""
+
+    def __init__(self, path: Path, shape: ModelShape, dtype: torch.dtype) -> None:
+        self._file = read_gguf(path)
+        self._shape = shape
+        self._dtype = dtype
+        self._parts: dict[str, _Part] = {}
+        for info in self._file.tensors.values():
+            if info.name not in _NOT_WEIGHTS:
+                self._parts.update(_parts(info))
+        self.total_bytes = sum(info.num_bytes for info in self._file.tensors.values())
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: part.shape for name, part in self._parts.items()}
+
+    def read(self, name: str) -> tuple[Tensor, int]:
+        info, shape, expert = self._parts[name]
+        stored = torch.from_numpy(self._file.bytes_of(info))
+        if expert is not None:
+            stored = stored.view(info.shape[0], -1)[expert]
+        values = dequantise(stored, info.kind, self._dtype).view(shape)
+        if self._shape.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+            # convert_hf_to_gguf.py stores the q and k rows of Llama and Mistral in pairs, those
+            # of Qwen as they are.
+            values = _out_of_pairs(values, self._shape.head_dim)
+        return values, stored.nbytes
+
+    def close(self) -> None:
+        """The mapping ends with the last tensor that shares it."""
+        self._parts.clear()
+
+
+def _parts(info: TensorInfo) -> Iterator[tuple[str, _Part]]:
+    """Hugging Face names of what a GGUF tensor holds; an unknown one keeps its own name."""
+    base, _, kind = info.name.rpartition(".")
+    pieces = base.split(".", 2)
+    if base in _TOP:
+        yield f"{_TOP[base]}.{kind}", _Part(info, info.shape, None)
+    elif len(pieces) == 3 and pieces[0] == "blk" and pieces[2] in _LAYER:
+        name = f"model.layers.{pieces[1]}.{_LAYER[pieces[2]]}.{kind}"
+        yield name, _Part(info, info.shape, None)
+    elif len(pieces) == 3 and pieces[0] == "blk" and pieces[2] in _EXPERTS and len(info.shape) == 3:
+        prefix = f"model.layers.{pieces[1]}.mlp.experts"
+        for expert in range(info.shape[0]):
+            name = f"{prefix}.{expert}.{_EXPERTS[pieces[2]]}.{kind}"
+            yield name, _Part(info, info.shape[1:], expert)
+    else:
+        yield info.name, _Part(info, info.shape, None)
+
+
+def _out_of_pairs(rows: Tensor, head_dim: int) -> Tensor:
+    """Undo the converter's reordering of the rows of heads [heads * D, ...]."""
+    heads = rows.view(-1, head_dim // 2, 2, *rows.shape[1:])
+    return heads.transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,172 @@
+"""The pieces of a decoder: linear layers, norms, rotary embedding, the dense MLP.
+
+Plain functions and small classes on tensors; no modules and no autograd. Shapes: T tokens of the
+step (all requests together), H query heads, K KV heads, D head size, R rows.
+
+A head's values are kept in pairs: where Hugging Face rotates value i with value i + D/2, the rows
+of q and k are reordered at load so that the two are neighbours. A rotation is then one complex
+product. Attention scores are sums over a head, so the order does not change them.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twostroke.shape import ModelShape, RopeScaling
+
+
+class Attention(Protocol):
+    """Writes the step's keys and values to the KV pool and attends."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, H, D], k and v [T, K, D] -> [T, H * D].
+
+        q and k are rotated. All three may be strided views; the last dimension is contiguous.
+        """
+        ...
+
+
+class Linear:
+    """y = x @ weight.T + bias, for x [R, in] and weight [out, in].
+
+    On a CPU the weight is kept in oneDNN's own layout: twice as fast as F.linear for one row, and
+    faster for many; a row's result does not depend on the rows beside it, as F.linear's does.
+    """
+
+    __slots__ = ("_bias", "_packed", "_weight", "weight_bytes")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._bias = bias
+        self._packed = _can_pack(weight)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
+        self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._packed:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+                x, self._weight, self._bias, "none", [], ""
+            )
+            return y
+        return F.linear(x, self._weight, self._bias)
+
+
+def _can_pack(weight: Tensor) -> bool:
+    """Whether oneDNN is built in and computes in this type on this machine."""
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., N] over its root mean square, times weight [N]; computed in float32."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class Rotary:
+    """Rotary position embedding with its scaling, for heads kept in pairs."""
+
+    def __init__(self, shape: ModelShape, device: torch.device) -> None:
+        inverse, self._magnitude = inverse_frequencies(shape)
+        self._inverse = inverse.to(device)
+
+    def rotations(self, positions: Tensor) -> Tensor:
+        """The step's rotations for positions [T]: complex64 [T, 1, D / 2].
+
+        Computed once a step and used by every layer: a table of them would have to be sized for
+        the longest context, and saves nothing that can be measured.
+        """
+        angles = positions.to(torch.float32)[:, None, None] * self._inverse
+        return torch.polar(torch.full_like(angles, self._magnitude), angles)
+
+
+def rotate(x: Tensor, rotations: Tensor) -> Tensor:
+    """Rotate the pairs of x [T, heads, D]; computed in float32, returned in x's type."""
+    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
+    # Not in place: for float32 `pairs` is a view of the projection itself.
+    return torch.view_as_real(pairs * rotations).flatten(-2).to(x.dtype)
+
+
+def in_pairs(rows: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of heads [heads * D, ...] from Hugging Face's order into pairs."""
+    heads = rows.view(-1, 2, head_dim // 2, *rows.shape[1:])
+    return heads.transpose(1, 2).reshape(rows.shape)
+
+
+def inverse_frequencies(shape: ModelShape) -> tuple[Tensor, float]:
+    """Radians a position adds to each pair, float32 [D / 2], and the factor on cos and sin.
+
+    The formulas are those of transformers' modeling_rope_utils.
+    """
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    inverse = 1.0 / (shape.rope_theta**exponents)
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return inverse, 1.0
+    if scaling.kind == "factors":
+        return inverse / torch.tensor(scaling.factors), 1.0
+    if scaling.kind == "linear":
+        return inverse / scaling.parameters["factor"], 1.0
+    if scaling.kind == "llama3":
+        return _llama3(inverse, scaling), 1.0
+    return _yarn(inverse, scaling, shape)
+
+
+def _llama3(inverse: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between
+    interpolated."""
+    parameters = scaling.parameters
+    factor, original = parameters["factor"], parameters["original_max_position_embeddings"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    wavelength = 2 * math.pi / inverse
+    smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * inverse / factor + smooth * inverse
+
+
+def _yarn(inverse: Tensor, scaling: RopeScaling, shape: ModelShape) -> tuple[Tensor, float]:
+    """YaRN (arXiv 2309.00071): interpolate the pairs that turn seldom in the original context,
+    keep those that turn often, with a ramp between them."""
+    parameters = scaling.parameters
+    factor, original = parameters["factor"], parameters["original_max_position_embeddings"]
+
+    def pair_with_turns(turns: float) -> float:
+        wavelengths = math.log(original / (turns * 2 * math.pi))
+        return shape.head_dim * wavelengths / (2 * math.log(shape.rope_theta))
+
+    low = pair_with_turns(parameters.get("beta_fast", 32))
+    high = pair_with_turns(parameters.get("beta_slow", 1))
+    if parameters["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, shape.head_dim - 1)
+    pairs = torch.arange(shape.head_dim // 2, dtype=torch.float32)
+    ramp = ((pairs - low) / ((high - low) or 0.001)).clamp(0, 1)
+    scaled = inverse / factor * ramp + inverse * (1 - ramp)
+
+    def magnitude(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
+
+    if "attention_factor" in parameters:
+        return scaled, parameters["attention_factor"]
+    if "mscale" in parameters and "mscale_all_dim" in parameters:
+        whole = magnitude(parameters["mscale_all_dim"])
+        return scaled, magnitude(parameters["mscale"]) / whole
+    return scaled, magnitude(1.0)
+
+
+class Mlp:
+    """SiLU-gated MLP; gate and up are one matrix [2 * width, hidden]."""
+
+    __slots__ = ("_down", "_gate_up", "weight_bytes")
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self._gate_up = gate_up
+        self._down = down
+        self.weight_bytes = gate_up.weight_bytes + down.weight_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self._gate_up(x).chunk(2, -1)
+        return self._down(F.silu(gate).mul_(up))

@@ -1,0 +1,42 @@
+"""Qwen3-MoE's sparse MLP: a router picks k of E experts for each token.
+
+Tokens are sorted by expert, so that each expert that is hit runs once, over all of its tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from twostroke.model.layers import Linear, Mlp
+
+
+class SparseMlp:
+    """Mixture of experts: x [T, hidden] -> [T, hidden]."""
+
+    __slots__ = ("_experts", "_normalise", "_router", "_top_k", "weight_bytes")
+
+    def __init__(self, router: Linear, experts: list[Mlp], top_k: int, normalise: bool) -> None:
+        self._router = router
+        self._experts = experts
+        self._top_k = top_k
+        self._normalise = normalise  # chosen probabilities sum to 1 (norm_topk_prob)
+        self.weight_bytes = router.weight_bytes + sum(expert.weight_bytes for expert in experts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        probabilities = torch.softmax(self._router(x), -1, dtype=torch.float32)
+        weights, chosen = torch.topk(probabilities, self._top_k, -1)  # both [T, k]
+        if self._normalise:
+            weights /= weights.sum(-1, keepdim=True)
+        # Slot t * k + j is token t's j-th expert. Sorted by expert, each expert's slots are one
+        # range; results go back to slot order, so a token's sum does not depend on the others.
+        order = chosen.flatten().argsort(stable=True)
+        rows = x.index_select(0, order // self._top_k)
+        counts = torch.bincount(chosen.flatten(), minlength=len(self._experts)).tolist()
+        outputs = torch.empty_like(rows)
+        start = 0
+        for expert, count in zip(self._experts, counts, strict=True):
+            if count:
+                outputs[start : start + count] = expert(rows[start : start + count])
+                start += count
+        slots = torch.empty_like(outputs).index_copy_(0, order, outputs)
+        slots = slots.view(-1, self._top_k, x.shape[-1])
+        return torch.bmm(weights.to(x.dtype)[:, None], slots)[:, 0]
