@@ -186,6 +186,10 @@ class LLM:
         ]
         return self._complete(jobs, use_tqdm)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False, with nothing forgotten, while requests run."""
+        return bool(self._run(self.engine.call("reset_prefix_cache")))
+
     def close(self) -> None:
         """Abort what runs and stop the engine. Idempotent."""
         self._finalizer()
