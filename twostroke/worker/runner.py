@@ -19,7 +19,8 @@ from twostroke.checkpoint import Checkpoint
 from twostroke.config import EngineConfig
 from twostroke.kv.sizing import KvLayout
 from twostroke.messages import NO_TOKENS, RowError, RowLogprobs, StepPlan, StepResult
-from twostroke.model.registry import DecoderModel, load_model
+from twostroke.model.llama import DecoderModel
+from twostroke.model.registry import load_model
 from twostroke.worker import pool
 from twostroke.worker.attention import make_attention
 from twostroke.worker.device import DTYPES, choose_device, choose_dtype, estimate_activations
