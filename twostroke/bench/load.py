@@ -24,11 +24,9 @@ DEFAULT_VOCAB_SIZE = 32_000
 
 @dataclass(frozen=True)
 class Target:
-    """The server and how it is asked."""
+    """The model and how it is asked."""
 
-    base_url: str
     model: str
-    api_key: str = ""
     ignore_eos: bool = False
     temperature: float = 0.0
 
@@ -89,10 +87,10 @@ class _Chunk(msgspec.Struct):
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
-def connect(target_url: str, api_key: str = "") -> httpx.AsyncClient:
+def connect(base_url: str, api_key: str = "") -> httpx.AsyncClient:
     """A client without a bound on connections, so that it never queues by itself."""
     return httpx.AsyncClient(
-        base_url=target_url.rstrip("/"),
+        base_url=base_url.rstrip("/").removesuffix("/v1"),
         headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
         timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
@@ -119,7 +117,7 @@ async def find_model(client: httpx.AsyncClient) -> str:
 async def find_vocab_size(client: httpx.AsyncClient) -> int:
     """The vocabulary's size where the server tells it (ours does), else one that any model has."""
     try:
-        return int((await client.get("/props")).json()["vocab_size"])
+        return int((await client.get("/props")).json()["limits"]["vocab_size"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return DEFAULT_VOCAB_SIZE
 

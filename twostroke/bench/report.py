@@ -57,15 +57,18 @@ def serving_block(result: Result) -> str:
     return "\n".join(lines)
 
 
-def saturation_note(result: Result) -> str:
-    """A sentence when the server did not keep up with the offered rate, else nothing."""
+def notes(result: Result) -> list[str]:
+    """Sentences on what makes the figures doubtful: a server that did not keep up, failures."""
+    found = []
     rate, done = result.get("request_rate"), result["request_throughput"]
-    if not isinstance(rate, float) or not isinstance(done, float) or done >= SATURATED * rate:
-        return ""
-    return (
-        f"note: {rate:.2f} requests/s were offered and {done:.2f} completed: the server did not "
-        "keep up (or the run was too short to tell), so latencies depend on --num-prompts"
-    )
+    if isinstance(rate, float) and isinstance(done, float) and done < SATURATED * rate:
+        found.append(
+            f"note: {rate:.2f} requests/s were offered and {done:.2f} completed: the server did "
+            "not keep up (or the run was too short to tell), so latencies depend on --num-prompts"
+        )
+    if result["failed"]:
+        found.append(f"note: the first of {result['failed']} failures: {result['first_error']}")
+    return found
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,0 +1,116 @@
+"""Start-up time of the server: from the command to the first token of an answer.
+
+    python benchmarks/startup.py [--runs 3] [--json] [-- MODEL and flags of twostroke serve]
+
+Starts `twostroke serve` as a user would, asks until it listens, until it is ready, and then for an
+answer; the median of the runs counts. The first run on a machine also fetches the model and
+compiles kernels: it is made before the measured ones, and shown apart.
+"""
+
+import argparse
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+from twostroke.bench import report
+
+POLL_S = 0.005
+TIMEOUT_S = 600.0
+STAGES = ("listening", "ready", "first token")
+
+
+def command() -> str:
+    beside = Path(sys.executable).with_name("twostroke")
+    return str(beside) if beside.exists() else shutil.which("twostroke") or "twostroke"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(client: httpx.Client, path: str, server: subprocess.Popen) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if server.poll() is not None:
+            sys.exit(f"the server ended with exit code {server.returncode}")
+        try:
+            if client.get(path).is_success:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(POLL_S)
+    sys.exit(f"the server did not answer {path} within {TIMEOUT_S:.0f} s")
+
+
+def first_token(client: httpx.Client) -> None:
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 8,
+        "stream": True,
+    }
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        for line in response.iter_lines():
+            if '"content":"' in line.replace('": "', '":"') and '"content":""' not in line:
+                return
+    sys.exit(f"no token came: HTTP {response.status_code}")
+
+
+def run_once(flags: list[str]) -> dict[str, float]:
+    """Seconds from the command to each stage."""
+    port = free_port()
+    start_s = time.monotonic()
+    server = subprocess.Popen(
+        [command(), "serve", *flags, "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=None if sys.stderr.isatty() else subprocess.DEVNULL,
+    )
+    try:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S, trust_env=False
+        ) as client:
+            times_s = {}
+            wait_for(client, "/health", server)
+            times_s["listening"] = time.monotonic() - start_s
+            wait_for(client, "/ready", server)
+            times_s["ready"] = time.monotonic() - start_s
+            first_token(client)
+            times_s["first token"] = time.monotonic() - start_s
+            return times_s
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(30)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument("flags", nargs="*", help="of twostroke serve, after --")
+    options = parser.parse_args()
+
+    first = run_once(options.flags)
+    runs = [run_once(options.flags) for _ in range(options.runs)]
+    medians = {stage: statistics.median(run[stage] for run in runs) for stage in STAGES}
+    print(f"start-up from the command, medians of {options.runs} runs")
+    print(
+        report.table(
+            ["until", "median s", "first run, s"],
+            [[stage, f"{medians[stage]:.2f}", f"{first[stage]:.2f}"] for stage in STAGES],
+        )
+    )
+    if options.json:
+        print(report.json_line({"median_s": medians, "first_run_s": first, "runs_s": runs}))
+
+
+if __name__ == "__main__":
+    main()

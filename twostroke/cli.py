@@ -1,0 +1,140 @@
+"""The command line. Sub-commands import what they need inside functions, so that help is instant.
+
+Errors meant for users end as one red line and an exit code, never as a traceback: 2 for settings,
+3 for models, 1 for the rest.
+"""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from twostroke import __version__
+from twostroke.cli_bench import bench_app
+from twostroke.cli_chat import API_KEY, URL, chat
+from twostroke.cli_flags import EngineFlags, with_engine_flags
+from twostroke.errors import ConfigError, ModelError, TwostrokeError
+
+app = typer.Typer(
+    name="twostroke",
+    help="An LLM serving engine: OpenAI's API on the machine at hand.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: boxes cut off long flags at 80 columns
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def main() -> None:
+    """Entry point of the `twostroke` command."""
+    try:
+        app()
+    except TwostrokeError as error:
+        from rich.console import Console
+
+        console = Console(stderr=True, soft_wrap=True)
+        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(exit_code(error))
+
+
+def exit_code(error: TwostrokeError) -> int:
+    """2 for a setting that cannot work, 3 for a model, 1 for anything else."""
+    if isinstance(error, ConfigError):
+        return 2
+    return 3 if isinstance(error, ModelError) else 1
+
+
+@app.command()
+@with_engine_flags()
+def serve(flags: EngineFlags) -> None:
+    """Serve a model over OpenAI's API. Without MODEL a small one that is fetched once."""
+    settings, explained = flags.resolve()
+
+    from twostroke.proc.launch import serve as run_server
+
+    raise typer.Exit(run_server(settings, explained))
+
+
+app.command()(chat)
+app.add_typer(bench_app, name="bench")
+
+
+@app.command("config")
+@with_engine_flags()
+def show_config(
+    flags: EngineFlags,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="also each value's source, and its meaning")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="as one JSON object")] = False,
+) -> None:
+    """Print the settings as a file for --config.
+
+    They are what flags, --config and the environment (TWOSTROKE_MAX_NUM_SEQS=8) give together. What
+    only a running engine knows, as the size of the KV pool, it tells at start and under /props.
+    """
+    _, explained = flags.resolve()
+    if json:
+        from dataclasses import asdict
+        from json import dumps
+
+        rows = [asdict(setting) for setting in explained]
+        print(dumps(rows if explain else {row["name"]: row["value"] for row in rows}))
+    elif explain:
+        from rich.table import Table
+
+        table = Table("setting", "value", "source", "why", box=None, pad_edge=False)
+        for setting in explained:
+            style = None if setting.source == "default" else "bold"
+            table.add_row(
+                setting.name, _toml(setting.value), setting.source, setting.reason, style=style
+            )
+        _print(table)
+    else:
+        for setting in explained:
+            print(f"{setting.name} = {_toml(setting.value)}")
+
+
+@app.command()
+def ps(url: URL = "http://127.0.0.1:8000", api_key: API_KEY = "") -> None:
+    """What a running server works on: one line a request."""
+    from rich.table import Table
+
+    from twostroke.cli_chat import connect, get_json
+
+    with connect(url, api_key) as client:
+        rows = get_json(client, "/slots")
+    if not rows:
+        print("no requests")
+        return
+    table = Table(*rows[0], box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(
+            *(f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row.values())
+        )
+    _print(table)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(f"twostroke {__version__}")
+
+
+def _toml(value: Any) -> str:
+    from json import dumps
+
+    return dumps(value)  # text, numbers and booleans are written alike in both
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    console = Console()
+    # Into a pipe, lines stay whole.
+    console.print(table) if console.is_terminal else Console(width=1000).print(table)
+
+
+if __name__ == "__main__":
+    main()
