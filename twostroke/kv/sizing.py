@@ -1,7 +1,7 @@
 """How much memory a KV cache takes: pure arithmetic, shared by the engine and the planner.
 
-The pool is block-major: `pool[block, layer, 2, kv_head, slot, head_dim]`, so one block of all layers
-is one contiguous piece of memory (DESIGN: a transfer moves whole blocks).
+The pool is block-major, `pool[block, layer, 2, kv_head, slot, head_dim]`, so one block of all
+layers is one contiguous piece of memory (a transfer moves whole blocks).
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,1 @@
+"""KV transfer between engines: protocols and transports."""

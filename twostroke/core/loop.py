@@ -1,0 +1,322 @@
+"""EngineCore: the engine's decisions behind four calls, without I/O.
+
+    add(request) / abort(handles)
+    begin()  -> StepPlan | None       what to run now
+    finish(StepResult) -> EngineOutputs    what came of the oldest plan in flight
+
+A process drives it around a device (`proc.core_main`), a twin around a cost model; nothing here can
+tell which. Counters advance when a plan is begun, so the next one may be begun before the tokens of
+the last are known.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from twostroke.clock import Clock
+from twostroke.config import SchedulerConfig
+from twostroke.connector.base import KvConnectorScheduler
+from twostroke.core.request import Request, Status
+from twostroke.core.results import Outcome, Results, handles_of
+from twostroke.core.scheduler import Scheduler, Step
+from twostroke.core.state import EngineState
+from twostroke.kv.manager import IntegrityError
+from twostroke.messages import (
+    NO_TOKENS,
+    AddRequest,
+    EngineOutputs,
+    EngineStats,
+    EventKind,
+    Events,
+    Finished,
+    FinishReason,
+    NewRequest,
+    PrefillInfo,
+    RequestLogprobs,
+    StepPlan,
+    StepResult,
+)
+
+_NO_HANDLES = np.empty(0, np.int64)
+
+
+class EngineCore:
+    """The sans-I/O core of one engine.
+
+    With `check` every plan is verified against the rules of `core.spec`. `faithful` keeps vLLM's
+    hangs (a request that can never fit is queued for ever); it exists to compare with recordings.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        clock: Clock,
+        *,
+        connector: KvConnectorScheduler | None = None,
+        check: bool = False,
+        faithful: bool = False,
+    ) -> None:
+        self.config = config
+        self.state = EngineState(config, connector, faithful=faithful)
+        self.scheduler = Scheduler(self.state, faithful=faithful)
+        self._results = Results(self.state)
+        self._clock = clock
+        self._check = check
+        self._faithful = faithful
+        self._in_flight: deque[Step] = deque()
+        self._next_uid = 0
+        self._finished: list[Finished] = []
+        self._prefills: list[PrefillInfo] = []
+        self._events: list[tuple[int, EventKind, float]] = []
+        self._stats = EngineStats()
+
+    # ------------------------------------------------------------ requests in
+
+    def add(self, request: AddRequest) -> None:
+        """Queue a request. One that can never run ends at once, with an error."""
+        if request.handle in self.state.by_handle:
+            raise ValueError(f"handle {request.handle} is that of a live request")
+        now = self._clock.now()
+        self._events.append((request.handle, EventKind.QUEUED, now))
+        if not self._faithful and (problem := self._refusal(request)):
+            self._ended(Finished(request.handle, FinishReason.ERROR, error=problem), now)
+            return
+        may_read = request.params.prompt_logprobs is None
+        table = self.state.kv.new_table(
+            request.prompt_token_ids, request.cache_salt, may_read=may_read
+        )
+        self._next_uid += 1
+        self.state.add(Request(request, self._next_uid, table))
+
+    def _refusal(self, request: AddRequest) -> str | None:
+        """Why a request can never run, or None."""
+        config, kv = self.config, self.state.kv
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt == 0:
+            return "prompt is empty; limit: at least 1 token; send some text"
+        if num_prompt >= config.max_model_len:
+            return (
+                f"prompt has {num_prompt:,} tokens but at most {config.max_model_len - 1:,} leave "
+                f"room for output; limit: max_model_len {config.max_model_len:,}; shorten the "
+                "prompt or restart with a larger --max-model-len"
+            )
+        usable = kv.pool.num_usable
+        needed = kv.blocks_at_once(num_prompt)
+        if needed > usable:
+            return (
+                f"prompt of {num_prompt:,} tokens needs {needed:,} KV blocks; limit: the pool has "
+                f"{usable:,} ({usable * config.block_size:,} tokens); shorten the prompt or "
+                "restart with a larger KV pool"
+            )
+        return None
+
+    def abort(self, handles: Sequence[int]) -> None:
+        """End these requests, whatever they do; unknown and finished ones are ignored."""
+        known = dict.fromkeys(handle for handle in handles if handle in self.state.by_handle)
+        requests = [self.state.by_handle[handle] for handle in known]
+        if requests:
+            self.state.abort(requests)
+            now = self._clock.now()
+            for request in requests:
+                self._ended(Finished(request.handle, FinishReason.ABORT), now)
+
+    def grammar_ready(self, handle: int) -> None:
+        """The grammar that this request waits for is compiled."""
+        request = self.state.by_handle.get(handle)
+        if request is not None and request.status is Status.WAITING_FOR_GRAMMAR:
+            self.state.queues.wake(request)
+
+    def _ended(self, finished: Finished, now: float) -> None:
+        self._finished.append(finished)
+        self._events.append((finished.handle, EventKind.FINISHED, now))
+
+    # ------------------------------------------------------------ steps
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans begun and not finished."""
+        return len(self._in_flight)
+
+    def has_work(self) -> bool:
+        """Whether `begin` has anything to say: requests, or seats to vacate."""
+        return self.state.has_work
+
+    def begin(self) -> StepPlan | None:
+        """Plan a step; None when there is nothing at all to do.
+
+        A plan may have no rows: the worker still vacates seats and moves KV.
+        """
+        if not self.state.has_work:
+            return None
+        now = self._clock.now()
+        step = self.scheduler.schedule(idle=not self._in_flight)
+        self._in_flight.append(step)
+        self._note_step(step, now)
+        plan = self._plan_of(step)
+        return plan
+
+    def _note_step(self, step: Step, now: float) -> None:
+        self._stats.num_steps += 1
+        self._stats.step_tokens += int(step.num_scheduled.sum())
+        for request in step.preempted:
+            self._events.append((request.handle, EventKind.PREEMPTED, now))
+        for admission in step.admitted:
+            request = admission.request
+            self._events.append((request.handle, EventKind.SCHEDULED, now))
+            if not request.was_admitted:
+                request.was_admitted = True
+                self._prefills.append(PrefillInfo(request.handle, admission.num_computed))
+
+    def _plan_of(self, step: Step) -> StepPlan:
+        """The step in the form that workers run."""
+        plan = StepPlan(
+            step=step.number,
+            slots=step.slots,
+            num_computed=step.num_computed,
+            num_scheduled=step.num_scheduled,
+            samples=step.samples,
+        )
+        if step.freed_slots:
+            plan.freed_slots = np.array(step.freed_slots, np.int32)
+        if step.grown:
+            plan.grown_slots = np.array(list(step.grown), np.int32)
+            plan.grown_counts = np.array([len(new) for new in step.grown.values()], np.int32)
+            plan.grown_blocks = np.array(
+                [block for new in step.grown.values() for block in new], np.int32
+            )
+        if step.num_drafts.any():
+            plan.num_drafts = step.num_drafts
+            drafts = self.state.seats.drafts[step.slots]
+            within = np.arange(drafts.shape[1]) < step.num_drafts[:, None]
+            plan.draft_token_ids = drafts[within]
+        plan.new = [_new_request(admission.request) for admission in step.admitted]
+        if len(step.slots):
+            first = self.state.request_at(int(self.state.running[0]))
+            plan.num_common_blocks = self.state.kv.num_common_blocks(
+                first.table, self.state.num_block_owners
+            )
+        if self.state.connector is not None:
+            plan.kv_metadata = self.state.connector.build_connector_meta()
+        return plan
+
+    def finish(self, result: StepResult) -> EngineOutputs:
+        """Process the result of the oldest plan in flight."""
+        step = self._in_flight.popleft()
+        if result.step != step.number:
+            raise IntegrityError(f"result of step {result.step} while {step.number} is due")
+        outcome = self._results.apply(step, result)
+        now = self._clock.now()
+        for handle in outcome.first_tokens:
+            self._events.append((handle, EventKind.FIRST_TOKEN, now))
+        for finished in outcome.finished:
+            self._ended(finished, now)
+        self._stats.prompt_tokens += outcome.num_prompt_tokens
+        self._stats.generation_tokens += int(outcome.num_kept.sum())
+        outputs = self._drain(now)
+        outputs.handles, outputs.num_tokens = handles_of(step, outcome)
+        outputs.token_ids = outcome.token_ids
+        if result.logprobs:
+            outputs.logprobs = _logprobs_of(step, result, outcome)
+        outputs.stats = self.stats()
+        return outputs
+
+    def take_outputs(self) -> EngineOutputs | None:
+        """Events and ends that belong to no step (arrivals, aborts, refusals), or None."""
+        if not (self._finished or self._events or self._prefills):
+            return None
+        return self._drain(self._clock.now())
+
+    def _drain(self, now: float) -> EngineOutputs:
+        outputs = EngineOutputs(
+            handles=_NO_HANDLES,
+            num_tokens=NO_TOKENS,
+            token_ids=NO_TOKENS,
+            finished=self._finished,
+            prefills=self._prefills,
+            time_s=now,
+        )
+        if self._events:
+            handles, kinds, times = zip(*self._events, strict=True)
+            outputs.events = Events(
+                np.array(handles, np.int64), np.array(kinds, np.uint8), np.array(times)
+            )
+        self._finished, self._prefills, self._events = [], [], []
+        return outputs
+
+    # ------------------------------------------------------------ looking in
+
+    def stats(self) -> EngineStats:
+        """Gauges now, and counters since start."""
+        state, stats = self.state, self._stats
+        stats.num_running = state.num_running
+        stats.num_loading = state.queues.num_blocked
+        stats.num_waiting = len(state.queues)
+        stats.kv_usage = state.kv.usage
+        stats.num_preemptions = state.num_preemptions
+        stats.prefix_cache_queries = state.num_prefix_queries
+        stats.prefix_cache_hits = state.num_prefix_hits
+        return copy.copy(stats)
+
+    def slots(self) -> list[dict[str, Any]]:
+        """What each live request does: state, tokens done and in all, blocks, age in seconds."""
+        now = self._clock.now()
+        rows = []
+        for request in self.state.requests.values():
+            if request.slot >= 0:
+                self.state.seats.read(request)
+            rows.append(
+                {
+                    "request_id": request.request_id,
+                    "state": request.status.name.lower(),
+                    "slot": request.slot,
+                    "num_prompt_tokens": request.num_prompt_tokens,
+                    "num_computed_tokens": request.num_computed,
+                    "num_output_tokens": request.num_known - request.num_prompt_tokens,
+                    "max_tokens": request.max_tokens,
+                    "num_blocks": len(request.table.blocks),
+                    "num_preemptions": request.num_preemptions,
+                    "age_s": max(0.0, now - request.arrival_s),
+                }
+            )
+        return rows
+
+    def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
+        """Forget all cached prefixes; False while blocks are in use.
+
+        With `preempt_running` running requests are preempted first and recomputed afterwards.
+        """
+        if preempt_running:
+            now = self._clock.now()
+            for request in self.state.preempt_all():
+                self._events.append((request.handle, EventKind.PREEMPTED, now))
+        return self.state.kv.reset()
+
+    def check_integrity(self) -> None:
+        """Recount blocks, seats and queues; IntegrityError when they do not balance."""
+        self.state.check_integrity()
+
+
+def _new_request(request: Request) -> NewRequest:
+    return NewRequest(
+        slot=request.slot,
+        request_id=request.request_id,
+        token_ids=request.tokens,
+        num_prompt_tokens=request.num_prompt_tokens,
+        params=request.params,
+        stop_token_ids=request.stop_ids.all,
+        block_ids=np.array(request.table.blocks, np.int32),
+    )
+
+
+def _logprobs_of(step: Step, result: StepResult, outcome: Outcome) -> list[RequestLogprobs]:
+    """Log-probabilities by handle; those of dropped tokens are dropped too."""
+    kept, handles = outcome.num_kept, step.handles
+    named = []
+    for entry in result.logprobs:
+        tokens = entry.tokens if entry.prompt else entry.tokens[: int(kept[entry.row])]
+        if tokens:
+            named.append(RequestLogprobs(int(handles[entry.row]), tokens, entry.prompt))
+    return named

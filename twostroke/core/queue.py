@@ -1,0 +1,167 @@
+"""The order in which waiting requests are looked at.
+
+Two queues, as in vLLM 0.22.1: `waiting`, and `skipped` for requests that were passed over once (the
+transfer of their KV is under way, the connector cannot say yet, their grammar compiles). Under fcfs
+`skipped` goes first; under priority the smaller head of the two does.
+
+A queue is a heap on a *place*. Under priority a place is the priority key. Under fcfs it is a
+number, counted up at the back and down at the front. Passing over a request never changes the order
+within `skipped`, so those that are blocked are kept apart: a step does not look at them at all.
+"""
+
+import heapq
+from collections.abc import Iterator
+
+from twostroke.config import Policy
+from twostroke.core.request import Request, Status
+
+Place = tuple[float | str, ...]
+_BLOCKED = (Status.WAITING_FOR_GRAMMAR, Status.WAITING_FOR_REMOTE_KVS)
+
+
+class _PlaceHeap:
+    """Requests by place. Removal leaves a stale heap entry behind, which is skipped later."""
+
+    def __init__(self) -> None:
+        self.members: dict[Place, Request] = {}
+        self._heap: list[Place] = []
+
+    def push(self, request: Request) -> None:
+        self.members[request.place] = request
+        heapq.heappush(self._heap, request.place)
+
+    def remove(self, request: Request) -> None:
+        del self.members[request.place]
+        if len(self._heap) > 2 * len(self.members) + 64:
+            self._heap = sorted(self.members)
+
+    def first(self) -> Request | None:
+        while self._heap:
+            request = self.members.get(self._heap[0])
+            if request is not None:
+                return request
+            heapq.heappop(self._heap)
+        return None
+
+
+class WaitingQueues:
+    """`waiting` and `skipped`, with the scan that a step makes over them.
+
+    A scan calls `head` and then exactly one of `take`, `pass_over` or `block` on what it got,
+    until it stops; `end_scan` makes passed-over requests visible again.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._by_priority = policy == "priority"
+        self._waiting = _PlaceHeap()
+        self._ready = _PlaceHeap()  # in `skipped`, and able to go on
+        self._blocked: dict[Place, Request] = {}  # in `skipped`, and not
+        self._passed: list[Request] = []
+        self._front = 0
+        self._back = 0
+
+    def __len__(self) -> int:
+        return (
+            len(self._waiting.members)
+            + len(self._ready.members)
+            + len(self._blocked)
+            + len(self._passed)
+        )
+
+    @property
+    def num_blocked(self) -> int:
+        return len(self._blocked)
+
+    @property
+    def num_holding_blocks(self) -> int:
+        """Requests in `skipped` that own blocks: their load is under way or has ended."""
+        members = (*self._ready.members.values(), *self._blocked.values())
+        return sum(bool(request.table.blocks) for request in members)
+
+    def waiting(self) -> Iterator[Request]:
+        """The queue `waiting`, in order."""
+        members = self._waiting.members
+        return (members[place] for place in sorted(members))
+
+    def skipped(self) -> Iterator[Request]:
+        """The queue `skipped`, in order, blocked requests included."""
+        members = self._ready.members | self._blocked
+        return (members[place] for place in sorted(members))
+
+    def _place_at_back(self, request: Request) -> Place:
+        if self._by_priority:
+            return request.priority_key
+        self._back += 1
+        return (self._back,)
+
+    def add(self, request: Request) -> None:
+        """A new request: at the back of `waiting`, or of `skipped` if it is blocked."""
+        request.place = self._place_at_back(request)
+        if request.status in _BLOCKED:
+            self._blocked[request.place] = request
+        else:
+            self._waiting.push(request)
+
+    def put_back(self, request: Request) -> None:
+        """A preempted request: at the front of `waiting`."""
+        if self._by_priority:
+            request.place = request.priority_key
+        else:
+            self._front -= 1
+            request.place = (self._front,)
+        self._waiting.push(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it is."""
+        for heap in (self._waiting, self._ready):
+            if heap.members.get(request.place) is request:
+                heap.remove(request)
+                return
+        if self._blocked.get(request.place) is request:
+            del self._blocked[request.place]
+
+    def wake(self, request: Request) -> None:
+        """What a blocked request waited for has happened."""
+        if self._blocked.get(request.place) is request:
+            del self._blocked[request.place]
+            self._ready.push(request)
+
+    # ------------------------------------------------------------ scan
+
+    def head(self) -> Request | None:
+        """The request to look at next; None at the end of both queues."""
+        skipped, waiting = self._ready.first(), self._waiting.first()
+        if skipped is None or waiting is None:
+            return skipped or waiting
+        if self._by_priority and waiting.place < skipped.place:
+            return waiting
+        return skipped
+
+    def take(self, request: Request) -> None:
+        """The head was admitted."""
+        self._leave(request)
+
+    def pass_over(self, request: Request) -> None:
+        """The head is not looked at again in this scan; it belongs to `skipped` from now on."""
+        self._move_to_skipped(request)
+        self._passed.append(request)
+
+    def block(self, request: Request) -> None:
+        """The head waits for something outside; it belongs to `skipped` from now on."""
+        self._move_to_skipped(request)
+        self._blocked[request.place] = request
+
+    def end_scan(self) -> None:
+        for request in self._passed:
+            self._ready.push(request)
+        self._passed.clear()
+
+    def _leave(self, request: Request) -> bool:
+        """Remove the head; True if it came from `waiting`."""
+        from_waiting = self._waiting.members.get(request.place) is request
+        (self._waiting if from_waiting else self._ready).remove(request)
+        return from_waiting
+
+    def _move_to_skipped(self, request: Request) -> None:
+        if self._leave(request):
+            request.place = self._place_at_back(request)

@@ -1,0 +1,312 @@
+"""What a step's result does to its requests: tokens, stops, failures, ended transfers.
+
+Nearly all rows of a decode step append one token and nothing else; they are handled as columns.
+Rows that stop, verify drafts, belong to a preempted request or failed are handled one by one, in
+row order.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from twostroke.core.request import Request, Status
+from twostroke.core.scheduler import Step
+from twostroke.core.state import EngineState
+from twostroke.messages import Finished, FinishReason, Int32s, Int64s, KvReport, StepResult
+
+_LOAD_ERROR = "KV transfer failed: part of the prompt's KV did not arrive; limit: none; try again"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a step. Row i of the step kept `num_kept[i]` of its sampled tokens."""
+
+    num_kept: Int32s
+    token_ids: Int32s
+    first_tokens: list[int] = field(default_factory=list)  # handles
+    finished: list[Finished] = field(default_factory=list)
+    num_prompt_tokens: int = 0  # of requests that got their first token
+
+
+class Results:
+    """Applies results to the state that it shares with the scheduler."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._async = state.config.async_scheduling
+
+    def apply(self, step: Step, result: StepResult) -> Outcome:
+        """Process the result of the oldest step in flight."""
+        rows = len(step.slots)
+        outcome = Outcome(np.zeros(rows, np.int32), result.token_ids)
+        failed_loads: dict[int, Request] = {}
+        if result.kv is not None:
+            failed_loads = self._fail_loads(step, result.kv)
+        errors = {error.row: error.error for error in result.errors}
+        if rows:
+            starts = np.cumsum(result.num_sampled, dtype=np.int32) - result.num_sampled
+            slow = self._apply_plain(step, result, starts, outcome, failed_loads, errors)
+            for row in slow:
+                self._apply_row(step, result, row, int(starts[row]), outcome, failed_loads, errors)
+            if outcome.finished:
+                self._state.compact()
+            self._trim_tokens(result, starts, outcome)
+        self._end_failed_loads(failed_loads, outcome)
+        if result.kv is not None:
+            self._end_transfers(result.kv)
+        if len(result.num_drafts):
+            self._take_drafts(step, result)
+        return outcome
+
+    # ------------------------------------------------------------ rows as columns
+
+    def _apply_plain(
+        self,
+        step: Step,
+        result: StepResult,
+        starts: Int32s,
+        outcome: Outcome,
+        failed_loads: dict[int, Request],
+        errors: dict[int, str],
+    ) -> list[int]:
+        """Append the token of each row that needs nothing else; returns the other rows."""
+        seats = self._state.seats
+        slots, sampled = step.slots, result.num_sampled
+        plain = (sampled == 1) & (seats.uid[slots] == step.uids) & ~seats.special[slots]
+        if self._state.config.num_spec_tokens:
+            plain &= step.num_drafts == 0
+        tokens = result.token_ids
+        if len(tokens) != len(slots) or not plain.all():
+            tokens = np.append(tokens, np.int32(0))[np.minimum(starts, len(tokens))]
+        after = seats.known[slots] + 1
+        plain &= (after < seats.stop_at[slots]) & ~seats.may_stop(tokens)
+        for request in failed_loads.values():
+            plain &= step.uids != request.uid
+        for row in errors:
+            plain[row] = False
+        slow = ~plain & (sampled > 0)
+        for row in errors:
+            slow[row] = True
+        if not plain.all():
+            slots, tokens, after = slots[plain], tokens[plain], after[plain]
+        seats.tokens[slots, after - 1] = tokens
+        seats.known[slots] = after
+        first = after == seats.num_prompt[slots] + 1
+        if first.any():
+            outcome.first_tokens += seats.handle[slots[first]].tolist()
+            outcome.num_prompt_tokens += int(seats.num_prompt[slots[first]].sum())
+        if self._async:
+            pending = seats.placeholders[slots] - 1
+            seats.placeholders[slots] = pending
+            full = np.minimum(seats.computed[slots] - pending, after)
+            fills = full >= seats.register_at[slots]
+            self._register(slots[fills], full[fills])
+        outcome.num_kept[plain] = 1
+        return np.flatnonzero(slow).tolist()
+
+    def _register(self, slots: Int32s, full: Int32s) -> None:
+        """Enter blocks that became full of known tokens into the prefix cache."""
+        state = self._state
+        state.seats.hash_blocks(slots, full)
+        for slot, tokens in zip(slots.tolist(), full.tolist(), strict=True):
+            request = state.request_at(slot)
+            state.kv.register(request.table, tokens)
+            state.seats.refresh_table(request)
+
+    def _trim_tokens(self, result: StepResult, starts: Int32s, outcome: Outcome) -> None:
+        """Keep the first `num_kept` tokens of each row in the outcome's flat tokens."""
+        sampled, kept = result.num_sampled, outcome.num_kept
+        if len(outcome.token_ids) and not np.array_equal(sampled, kept):
+            place = np.arange(len(outcome.token_ids)) - np.repeat(starts, sampled)
+            outcome.token_ids = outcome.token_ids[place < np.repeat(kept, sampled)]
+
+    # ------------------------------------------------------------ rows one by one
+
+    def _apply_row(
+        self,
+        step: Step,
+        result: StepResult,
+        row: int,
+        start: int,
+        outcome: Outcome,
+        failed_loads: dict[int, Request],
+        errors: dict[int, str],
+    ) -> None:
+        request = self._state.requests.get(int(step.uids[row]))
+        if request is None or request.uid in failed_loads:
+            return
+        if row in errors:
+            end = Finished(request.handle, FinishReason.ERROR, error=errors[row])
+            self._end(request, end)
+            outcome.finished.append(end)
+            return
+        seats = self._state.seats
+        if request.slot >= 0:
+            seats.read(request)
+        new = result.token_ids[start : start + int(result.num_sampled[row])].tolist()
+        rejected = max(int(step.num_drafts[row]) - (len(new) - 1), 0)
+        if request.num_computed > 0:
+            request.num_computed -= rejected
+        if request.num_placeholders > 0:
+            request.num_placeholders -= rejected
+        if request.frames_to_discard > 0:
+            request.frames_to_discard -= 1
+            if request.slot >= 0:
+                seats.write(request)
+            return
+        if request.num_known == request.num_prompt_tokens:
+            outcome.first_tokens.append(request.handle)
+            outcome.num_prompt_tokens += request.num_prompt_tokens
+        stop = self._append(request, new)
+        outcome.num_kept[row] = len(new)
+        if stop is not None:
+            self._end(request, stop)
+            outcome.finished.append(stop)
+
+    def _append(self, request: Request, new: list[int]) -> Finished | None:
+        """Append tokens up to the first stop; `new` is cut behind it."""
+        state = self._state
+        stop = None
+        for count, token in enumerate(new, 1):
+            length = request.num_known + count
+            if reason := request.stop_reason(token, length, state.max_length):
+                del new[count:]
+                stop = Finished(request.handle, reason[0], stop_token_id=reason[1])
+                break
+        state.seats.append(request, new)
+        if self._async:
+            request.num_placeholders -= len(new)
+        if request.slot >= 0:
+            state.seats.write(request)
+            if self._async:
+                full = min(request.num_computed - request.num_placeholders, request.num_known)
+                if full >= state.seats.register_at[request.slot]:
+                    self._register(np.array([request.slot], np.int32), np.array([full], np.int32))
+        return stop
+
+    def _end(self, request: Request, end: Finished) -> None:
+        if request.status is not Status.RUNNING:
+            self._state.queues.remove(request)
+        self._state.finish(request, end.reason)
+
+    # ------------------------------------------------------------ drafts
+
+    def _take_drafts(self, step: Step, result: StepResult) -> None:
+        """Drafts that the worker proposed for the next step of each row."""
+        seats = self._state.seats
+        ends = np.cumsum(result.num_drafts)
+        current = (seats.uid[step.slots] == step.uids) & step.samples
+        for row in np.flatnonzero(current).tolist():
+            count = min(int(result.num_drafts[row]), self._state.config.num_spec_tokens)
+            slot, start = step.slots[row], int(ends[row] - result.num_drafts[row])
+            seats.num_drafts[slot] = count
+            seats.drafts[slot, :count] = result.draft_token_ids[start : start + count]
+
+    # ------------------------------------------------------------ transfers
+
+    def _fail_loads(self, step: Step, report: KvReport) -> dict[int, Request]:
+        """Cut requests back to before their first block that did not arrive.
+
+        Returns the affected ones whose row of this step is void or which must end, by uid.
+        """
+        state = self._state
+        loading = [
+            request
+            for request in state.queues.skipped()
+            if request.status is Status.WAITING_FOR_REMOTE_KVS
+        ]
+        invalid = set(report.invalid_block_ids)
+        failed = set(report.failed_recving)
+        for request in loading:
+            if request.request_id in failed:
+                first = request.num_local_hit // state.config.block_size
+                invalid.update(request.table.blocks[first:])
+        if not invalid:
+            return {}
+        recompute = state.config.kv_load_failure_policy == "recompute"
+        scheduled = dict(zip(step.uids.tolist(), step.num_scheduled.tolist(), strict=True))
+        void: dict[int, Request] = {}
+        marked: set[int] = set()
+        for request in loading:
+            if self._cut(request, 0, invalid, marked) is not None:
+                if recompute:
+                    request.load_failed = True
+                else:
+                    void[request.uid] = request
+        marked = set()
+        forgotten: set[int] = set()
+        for slot in state.running.tolist():
+            request = state.request_at(slot)
+            state.seats.read(request)
+            first_cut = self._cut(request, scheduled.get(request.uid, 0), invalid, marked)
+            if first_cut is None:
+                continue
+            void[request.uid] = request
+            state.seats.write(request)
+            forgotten.update(request.table.blocks[first_cut:])
+        if not recompute:
+            state.kv.forget(sorted(forgotten))
+        return void
+
+    def _cut(
+        self, request: Request, num_scheduled: int, invalid: set[int], marked: set[int]
+    ) -> int | None:
+        """Lower `num_computed` to the first invalid block that nobody before has marked.
+
+        Returns the index from which blocks are invalid, the number of blocks when only blocks that
+        were marked already are, or None when the request is not affected.
+        """
+        base = request.num_computed - num_scheduled
+        blocks = request.table.blocks
+        affected, cut = False, None
+        for index in range(self._state.kv.blocks_for(base)):
+            if blocks[index] not in invalid:
+                continue
+            affected = True
+            if blocks[index] in marked:
+                continue
+            marked.add(blocks[index])
+            if cut is None:
+                cut = index
+                request.num_computed = index * self._state.config.block_size
+        if not affected:
+            return None
+        if cut is None:
+            request.num_computed = base
+            return len(blocks)
+        return cut
+
+    def _end_failed_loads(self, failed_loads: dict[int, Request], outcome: Outcome) -> None:
+        if self._state.config.kv_load_failure_policy == "recompute":
+            return
+        for request in failed_loads.values():
+            end = Finished(request.handle, FinishReason.ERROR, error=_LOAD_ERROR)
+            self._end(request, end)
+            outcome.finished.append(end)
+        if failed_loads:
+            self._state.compact()
+
+    def _end_transfers(self, report: KvReport) -> None:
+        state = self._state
+        if state.connector is not None:
+            state.connector.update_connector_output(report)
+        by_id = {request.request_id: request for request in state.queues.skipped()}
+        held = {request.request_id: request for request in state.held.values()}
+        for request_id in [*report.finished_recving, *report.failed_recving]:
+            request = by_id.get(request_id)
+            if request is not None and request.status is Status.WAITING_FOR_REMOTE_KVS:
+                request.load_reported = True
+                state.queues.wake(request)
+            elif request_id in held:
+                state.release_held(held[request_id])
+        for request_id in report.finished_sending:
+            if request_id in held:
+                state.release_held(held[request_id])
+
+
+def handles_of(step: Step, outcome: Outcome) -> tuple[Int64s, Int32s]:
+    """Handles and token counts of the rows that kept tokens."""
+    kept = outcome.num_kept > 0
+    if kept.all():
+        return step.handles, outcome.num_kept
+    return step.handles[kept], outcome.num_kept[kept]

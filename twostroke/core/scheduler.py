@@ -1,0 +1,357 @@
+"""The scheduler: which request gets how many tokens in the next step.
+
+Running requests first, in order of admission, then waiting ones, until the token budget is used up.
+Every request catches up with its known tokens by as many as fit; when blocks are short, a running
+request is preempted and later recomputed. The rules are those of vLLM 0.22.1, decision by decision.
+
+`schedule` advances counters optimistically: when the next step is planned before the tokens of this
+one are known, they count as placeholders. What results do to requests is in `core.results`.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from twostroke.config import SchedulerConfig
+from twostroke.core.request import Request, Status
+from twostroke.core.state import EngineState
+from twostroke.messages import NO_TOKENS, Bools, Int32s, Int64s
+
+_NO_ROWS: Int64s = np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class Admission:
+    """A request that left the waiting queues in a step, to run or to load.
+
+    Tokens: `num_computed` in place before the step, of which `num_local` are a prefix hit (None: no
+    look-up was made) and `num_external` come from the connector.
+    """
+
+    request: Request
+    num_computed: int
+    num_local: int | None
+    num_external: int
+    resumed: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """One scheduled step, from its choice until its results are processed. Rows in columns."""
+
+    number: int
+    budget: int
+    preempted: list[Request] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    loading: list[Admission] = field(default_factory=list)
+    grown: dict[int, list[int]] = field(default_factory=dict)  # seat -> new blocks
+    freed_slots: list[int] = field(default_factory=list)
+    out_of_blocks: bool = False
+    slots: Int32s = field(default_factory=NO_TOKENS.copy)
+    uids: Int64s = field(default_factory=_NO_ROWS.copy)
+    handles: Int64s = field(default_factory=_NO_ROWS.copy)
+    num_computed: Int32s = field(default_factory=NO_TOKENS.copy)
+    num_scheduled: Int32s = field(default_factory=NO_TOKENS.copy)
+    num_drafts: Int32s = field(default_factory=NO_TOKENS.copy)
+    samples: Bools = field(default_factory=lambda: np.empty(0, np.bool_))
+
+
+class _Verdict(Enum):
+    NEXT = 0
+    STOP = 1
+
+
+class Scheduler:
+    """Chooses steps over the state that it shares with `core.results`."""
+
+    def __init__(self, state: EngineState, *, faithful: bool = False) -> None:
+        self.state = state
+        self.kv = state.kv
+        self.seats = state.seats
+        self.queues = state.queues
+        self.config = state.config
+        self._connector = state.connector
+        self._faithful = faithful
+        self._num_steps = 0
+        self._admitted_counts: list[int] = []
+        self._token_budget = _budget_of(state.config)
+        drafting = self.config.num_spec_tokens > 0 and self.config.spec_method != "ngram"
+        self._lookahead = self.config.num_spec_tokens if drafting else 0
+
+    # ------------------------------------------------------------ one step
+
+    def schedule(self, *, idle: bool = True) -> Step:
+        """Choose the next step and advance the counters as if it were done.
+
+        `idle` says that no other step is in flight.
+        """
+        step = Step(self._num_steps, self._token_budget)
+        self._num_steps += 1
+        counts = self._schedule_running(step)
+        if not step.preempted:
+            self._schedule_waiting(step)
+        self._fill_rows(step, counts)
+        step.freed_slots = self.state.flush_freed_slots()
+        return step
+
+    # ------------------------------------------------------------ running requests
+
+    def _schedule_running(self, step: Step) -> Int32s:
+        """Give tokens to running requests; returns how many to each, by place in `running`."""
+        counts = np.zeros(self.state.num_running, np.int32)
+        index = 0
+        while index < self.state.num_running and step.budget > 0:
+            short = self._schedule_rows(step, index, counts)
+            if short is None:
+                break
+            slot = int(self.state.order[short])
+            request = self.state.request_at(slot)
+            wanted = int(counts[short])
+            counts[short] = 0
+            index, counts = self._make_room(step, request, short, wanted, counts)
+            if request.slot < 0:
+                break
+            here = int(np.flatnonzero(self.state.running == slot)[0])
+            counts[here] = wanted
+            step.budget -= wanted
+            index += 1
+        return counts
+
+    def _schedule_rows(self, step: Step, start: int, counts: Int32s) -> int | None:
+        """Rows from place `start` on, up to one that lacks blocks, whose place is returned.
+
+        `counts` of that row holds what it wants. All arithmetic is over columns; only rows that
+        reach a block boundary are looked at one by one.
+        """
+        seats, config = self.seats, self.config
+        slots = self.state.order[start : self.state.num_running]
+        computed, known = seats.computed[slots], seats.known[slots]
+        pending = seats.placeholders[slots]
+        wanted = known + pending
+        if config.num_spec_tokens:
+            wanted += seats.num_drafts[slots]
+        wanted -= computed
+        if config.long_prefill_token_threshold > 0:
+            np.minimum(wanted, config.long_prefill_token_threshold, out=wanted)
+        np.minimum(wanted, config.max_model_len - 1 - computed, out=wanted)
+        # A step in flight certainly ends these.
+        wanted[(pending > 0) & (computed + 2 - pending >= seats.end[slots])] = 0
+        np.maximum(wanted, 0, out=wanted)
+        before = np.cumsum(wanted)
+        if before[-1] > step.budget:
+            before -= wanted
+            wanted = np.clip(step.budget - before, 0, wanted).astype(np.int32)
+        after = computed + wanted
+        needed = np.minimum(after + self._lookahead, config.max_model_len)
+        full = np.minimum(after, known)
+        fills = full >= seats.register_at[slots]
+        busy = (needed > seats.room[slots]) | fills | (computed >= seats.window_at[slots])
+        busy &= wanted > 0
+        places = np.flatnonzero(busy)
+        if len(places):
+            fills &= busy
+            seats.hash_blocks(slots[fills], full[fills])
+        for place in places.tolist():
+            slot = int(slots[place])
+            if not self._grow(
+                step, slot, int(computed[place]), int(needed[place]), int(full[place])
+            ):
+                counts[start : start + place] = wanted[:place]
+                step.budget -= int(wanted[:place].sum())
+                counts[start + place] = wanted[place]
+                return start + place
+        counts[start:] = wanted
+        step.budget -= int(wanted.sum())
+        return None
+
+    def _grow(self, step: Step, slot: int, computed: int, needed: int, full: int) -> bool:
+        """Blocks for one running row, and registration of those it fills."""
+        request = self.state.request_at(slot)
+        taken = self.kv.grow(request.table, computed, needed)
+        if taken is None:
+            return False
+        if taken:
+            step.grown.setdefault(slot, []).extend(taken)
+        self.kv.register(request.table, full)
+        self.seats.refresh_table(request)
+        return True
+
+    # ------------------------------------------------------------ preemption
+
+    def _make_room(
+        self, step: Step, request: Request, index: int, wanted: int, counts: Int32s
+    ) -> tuple[int, Int32s]:
+        """Preempt until `request` (at place `index`) has its blocks or is itself the victim.
+
+        Returns its index and the counts, both shifted by the victims that left before it.
+        """
+        state, seats, slot = self.state, self.seats, request.slot
+        computed = int(seats.computed[slot])
+        needed = min(computed + wanted + self._lookahead, self.config.max_model_len)
+        full = min(computed + wanted, int(seats.known[slot]))
+        while True:
+            place = self._victim_place()
+            victim = self.state.request_at(int(self.state.order[place]))
+            if counts[place] > 0:
+                # Already scheduled in this step: its tokens go back to the budget.
+                step.budget += int(counts[place])
+                step.grown.pop(victim.slot, None)
+                index -= 1
+            # A victim before `index` that was not scheduled does not lower it, so that the
+            # request behind this one is passed over in this step (as in vLLM 0.22.1).
+            counts = np.delete(counts, place)
+            state.preempt(place)
+            step.preempted.append(victim)
+            if victim is request or self._grow(step, slot, computed, needed, full):
+                return index, counts
+
+    def _victim_place(self) -> int:
+        """Place in `running` of the request that memory pressure takes first."""
+        last = self.state.num_running - 1
+        if self.config.policy == "fcfs":
+            return last
+        keys = [
+            self.state.request_at(slot).priority_key[:2] for slot in self.state.running.tolist()
+        ]
+        return keys.index(max(keys))
+
+    # ------------------------------------------------------------ waiting requests
+
+    def _schedule_waiting(self, step: Step) -> None:
+        while step.budget > 0 and self.state.num_running < self.config.max_num_seqs:
+            request = self.queues.head()
+            if request is None or self._try_admit(step, request) is _Verdict.STOP:
+                break
+        self.queues.end_scan()
+
+    def _try_admit(self, step: Step, request: Request) -> _Verdict:
+        """Admit the head of the queues, start its load, pass it over, or stop the scan."""
+        if request.status is Status.WAITING_FOR_REMOTE_KVS:
+            self._end_load(request)
+        elif request.status is Status.WAITING_FOR_GRAMMAR:
+            request.status = Status.WAITING
+        hits: list[int] = []
+        num_local, num_external, asynchronous = None, 0, False
+        if request.num_computed == 0:
+            hits = self._lookup(request)
+            num_local = len(hits) * self.config.block_size
+            if self._connector is not None:
+                answer, asynchronous = self._connector.get_num_new_matched_tokens(
+                    request, num_local
+                )
+                if answer is None:
+                    self.queues.pass_over(request)
+                    return _Verdict.NEXT
+                asynchronous = asynchronous and answer > 0
+                # A synchronous load leaves one token to run, to sample the next.
+                most = request.num_known - num_local - (not asynchronous)
+                num_external = max(0, min(answer, most))
+        computed = request.num_computed + (num_local or 0) + num_external
+        num_new = 0 if asynchronous else self._admission_tokens(step, request, computed)
+        if num_new < 0 or not self.kv.allocate(
+            request.table,
+            num_tokens=request.num_known,
+            num_computed=request.num_computed,
+            hits=hits,
+            num_external=num_external,
+            num_new=num_new,
+            lookahead=self._lookahead if request.num_computed else 0,
+            reserve_full=self.config.reserve_full_isl,
+            delay_registration=asynchronous,
+        ):
+            step.out_of_blocks = num_new >= 0
+            return _Verdict.STOP
+        if self._connector is not None:
+            self._connector.update_state_after_alloc(request, request.table.blocks, num_external)
+        admission = Admission(
+            request, computed, num_local, num_external, request.status is Status.PREEMPTED
+        )
+        request.num_computed = computed
+        if asynchronous:
+            request.num_local_hit = num_local or 0
+            request.status = Status.WAITING_FOR_REMOTE_KVS
+            self.queues.block(request)
+            step.loading.append(admission)
+        else:
+            self._admit(step, admission, num_new)
+        return _Verdict.NEXT
+
+    def _lookup(self, request: Request) -> list[int]:
+        if len(request.table.keys) < request.num_known // self.config.block_size:
+            self.kv.hash_tokens(request.table, request.tokens)
+        hits = self.kv.lookup(request.table, request.num_known)
+        if self.kv.caching and request.table.may_read and request.num_preemptions == 0:
+            self.state.num_prefix_queries += request.num_known
+            self.state.num_prefix_hits += len(hits) * self.config.block_size
+        return hits
+
+    def _admission_tokens(self, step: Step, request: Request, computed: int) -> int:
+        """Tokens to compute in the step of admission; -1 when the scan must stop instead."""
+        wanted = request.num_known - computed
+        threshold = self.config.long_prefill_token_threshold
+        if 0 < threshold < wanted:
+            wanted = threshold
+        if not self.config.enable_chunked_prefill and wanted > step.budget:
+            return -1
+        return min(wanted, step.budget)
+
+    def _admit(self, step: Step, admission: Admission, num_new: int) -> None:
+        request = admission.request
+        self.queues.take(request)
+        request.status = Status.RUNNING
+        self.state.order[self.state.num_running] = self.seats.sit(request)
+        self.state.num_running += 1
+        step.budget -= num_new
+        step.admitted.append(admission)
+        self._admitted_counts.append(num_new)
+
+    def _end_load(self, request: Request) -> None:
+        """An asynchronous load was reported: what arrived counts as computed."""
+        if request.load_failed and request.num_computed == 0:
+            self.kv.free(request.table)
+        else:
+            self.kv.register(request.table, request.num_computed)
+        request.load_failed = request.load_reported = False
+        if request.num_computed == request.num_known:
+            request.num_computed -= 1  # one token must run, to sample the next
+        request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
+
+    # ------------------------------------------------------------ rows
+
+    def _fill_rows(self, step: Step, counts: Int32s) -> None:
+        """Turn counts into the step's rows and advance the columns."""
+        seats = self.seats
+        admitted = len(step.admitted)
+        if admitted:
+            counts = np.concatenate((counts, np.array(self._admitted_counts, np.int32)))
+            self._admitted_counts.clear()
+        chosen = counts > 0
+        slots = self.state.running[chosen]
+        count = counts[chosen]
+        computed, known = seats.computed[slots], seats.known[slots]
+        pending = seats.placeholders[slots]
+        after = computed + count
+        samples = after >= known + pending
+        step.slots, step.num_scheduled, step.num_computed = slots, count, computed
+        step.uids, step.handles, step.samples = seats.uid[slots], seats.handle[slots], samples
+        seats.computed[slots] = after
+        step.num_drafts = np.zeros(len(slots), np.int32)
+        if self.config.num_spec_tokens:
+            behind = np.maximum(after - known - pending, 0)
+            np.minimum(behind, seats.num_drafts[slots], out=step.num_drafts)
+            seats.num_drafts[slots] = 0
+        if self.config.async_scheduling:
+            sampling = slots[samples]
+            seats.placeholders[sampling] += 1 + step.num_drafts[samples]
+            seats.num_drafts[sampling] = self.config.num_spec_tokens
+            seats.drafts[sampling] = -1
+
+
+def _budget_of(config: SchedulerConfig) -> int:
+    """Tokens per step; an autoregressive draft model needs one extra row per seat."""
+    if config.max_num_scheduled_tokens is not None:
+        return config.max_num_scheduled_tokens
+    if config.num_spec_tokens > 0 and config.spec_method == "draft_model":
+        return config.max_num_batched_tokens - config.max_num_seqs
+    return config.max_num_batched_tokens

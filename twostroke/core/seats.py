@@ -1,0 +1,164 @@
+"""Running requests in columns, one row a seat, so that a step over many decodes is array work.
+
+A seat is what the worker knows a request by (`StepPlan.slots`). The counters of a seated request
+live here and nowhere else; `read` and `write` carry them to and from the `Request` for the few that
+need Python in a step. Thresholds are kept beside the counters, so that "does this row need a block,
+a registration, a stop check?" is one comparison per row:
+
+    room          tokens that its block table holds     (needs a block when it would exceed this)
+    register_at   tokens at which its next block is full and can enter the prefix cache
+    window_at     computed tokens at which its next block falls out of the sliding window
+    stop_at       length at which it certainly stops
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from twostroke.core.request import Request, append_tokens
+from twostroke.kv.manager import KvManager
+from twostroke.kv.prefix import LANES
+from twostroke.messages import Bools, Int32s, Int64s
+
+NEVER = 2**31 - 1
+VACANT = -1
+_FILTER_SIZE = 4096
+
+
+class Seats:
+    """Columns [num_seats] and the tokens [num_seats, max_model_len + slack] of running requests."""
+
+    def __init__(
+        self, num_seats: int, kv: KvManager, *, max_model_len: int, max_length: int, num_drafts: int
+    ) -> None:
+        def column() -> Int32s:
+            return np.zeros(num_seats, np.int32)
+
+        self.uid: Int64s = np.full(num_seats, VACANT, np.int64)
+        self.handle: Int64s = np.zeros(num_seats, np.int64)
+        self.computed: Int32s = column()
+        self.known: Int32s = column()
+        self.placeholders: Int32s = column()
+        self.num_drafts: Int32s = column()
+        self.num_prompt: Int32s = column()
+        self.end: Int32s = column()  # prompt + max_tokens
+        self.stop_at: Int32s = column()
+        self.room: Int32s = column()
+        self.register_at: Int32s = column()
+        self.window_at: Int32s = column()
+        self.num_keys: Int32s = column()  # blocks whose prefix key is known
+        self.special: Bools = np.zeros(num_seats, np.bool_)  # its results need Python
+        self.sums = np.zeros((num_seats, LANES), np.uint64)
+        self.drafts: Int32s = np.zeros((num_seats, num_drafts), np.int32)
+        self.tokens: Int32s = np.zeros((num_seats, max_model_len + num_drafts + 1), np.int32)
+        self.request_of: list[Request | None] = [None] * num_seats
+        # How many seated requests stop at a token id, by the id's last bits: rules nearly all
+        # tokens out without looking at each request's stop ids.
+        self.stop_filter: Int32s = np.zeros(_FILTER_SIZE, np.int32)
+        self._kv = kv
+        self._max_length = max_length
+        self._vacant = list(range(num_seats - 1, -1, -1))
+        self._block_offsets = np.arange(kv.block_size)
+
+    # ------------------------------------------------------------ sitting and leaving
+
+    def sit(self, request: Request) -> int:
+        """Give a request a seat; its counters move into the columns."""
+        slot = self._vacant.pop()
+        request.slot = slot
+        self.request_of[slot] = request
+        self.uid[slot] = request.uid
+        self.handle[slot] = request.handle
+        self.num_prompt[slot] = request.num_prompt_tokens
+        longest = request.num_prompt_tokens + request.max_tokens
+        self.end[slot] = min(longest, NEVER)
+        self.stop_at[slot] = min(longest, self._max_length)
+        self.num_drafts[slot] = 0
+        self.sums[slot] = request.table.sums
+        if request.num_known >= self.tokens.shape[1]:
+            self.tokens = np.pad(self.tokens, ((0, 0), (0, request.num_known)))
+        self.tokens[slot, : request.num_known] = request.tokens
+        for token in request.stop_ids.all:
+            self.stop_filter[token % _FILTER_SIZE] += 1
+        self.write(request)
+        return slot
+
+    def leave(self, request: Request) -> int:
+        """Take the seat away; counters and tokens move back to the request."""
+        slot = request.slot
+        self.read(request)
+        request.tokens = self.tokens[slot, : request.num_known].copy()
+        request.table.sums = self.sums[slot].copy()
+        request.slot = -1
+        self.request_of[slot] = None
+        self.uid[slot] = VACANT
+        self._vacant.append(slot)
+        for token in request.stop_ids.all:
+            self.stop_filter[token % _FILTER_SIZE] -= 1
+        return slot
+
+    def read(self, request: Request) -> None:
+        """Copy a seated request's counters into the request."""
+        slot = request.slot
+        request.num_computed = int(self.computed[slot])
+        request.num_known = int(self.known[slot])
+        request.num_placeholders = int(self.placeholders[slot])
+
+    def write(self, request: Request) -> None:
+        """Copy the request's counters into its seat's columns."""
+        slot = request.slot
+        self.computed[slot] = request.num_computed
+        self.known[slot] = request.num_known
+        self.placeholders[slot] = request.num_placeholders
+        self.special[slot] = request.frames_to_discard > 0
+        self.num_keys[slot] = len(request.table.keys)
+        self.refresh_table(request)
+
+    def refresh_table(self, request: Request) -> None:
+        """Recompute the thresholds that follow from the request's block table."""
+        slot, table, size = request.slot, request.table, self._kv.block_size
+        self.room[slot] = len(table.blocks) * size
+        self.register_at[slot] = (
+            ((table.num_registered or 0) + 1) * size if self._kv.caching else NEVER
+        )
+        self.window_at[slot] = self._kv.window_boundary(table)
+
+    # ------------------------------------------------------------ tokens
+
+    def append(self, request: Request, new: list[int]) -> None:
+        """Add known tokens to a request, seated or not. `read` it before, `write` it after."""
+        end = request.num_known + len(new)
+        if request.slot < 0:
+            request.tokens = append_tokens(request.tokens, new)
+        else:
+            if end > self.tokens.shape[1]:
+                self.tokens = np.pad(self.tokens, ((0, 0), (0, end)))
+            self.tokens[request.slot, request.num_known : end] = new
+        request.num_known = end
+
+    def hash_blocks(self, slots: Int32s, up_to: Int32s) -> None:
+        """Extend prefix keys of these seats over the full blocks of their first `up_to` tokens."""
+        size = self._kv.block_size
+        while len(slots):
+            first = self.num_keys[slots]
+            due = (first + 1) * size <= up_to
+            slots, first, up_to = slots[due], first[due], up_to[due]
+            if not len(slots):
+                return
+            positions = (first * size)[:, None] + self._block_offsets
+            tokens = self.tokens[slots[:, None], positions]
+            keys, sums = self._kv.hasher.extend_many(self.sums[slots], first, tokens)
+            self.sums[slots] = sums
+            self.num_keys[slots] = first + 1
+            for slot, key in zip(slots.tolist(), keys, strict=True):
+                request = self.request_of[slot]
+                assert request is not None
+                request.table.keys.append(key)
+
+    def may_stop(self, tokens: Int32s) -> Bools:
+        """Which of these tokens could be a stop id of some seated request."""
+        counts: Int32s = self.stop_filter[tokens & (_FILTER_SIZE - 1)]
+        return counts > 0
+
+    def requests(self) -> Iterable[Request]:
+        return (request for request in self.request_of if request is not None)

@@ -1,0 +1,188 @@
+"""What scheduling and results share: requests, queues, seats, blocks, and how a request leaves.
+
+`EngineState` keeps these consistent with each other; it decides nothing. Preempting, finishing and
+aborting are here because both sides do them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from twostroke.config import SchedulerConfig
+from twostroke.connector.base import KvConnectorScheduler
+from twostroke.core.queue import WaitingQueues
+from twostroke.core.request import Request, Status
+from twostroke.core.seats import Seats
+from twostroke.kv.manager import IntegrityError, KvManager
+from twostroke.messages import FinishReason, Int32s
+
+
+class EngineState:
+    """Requests and everything they own.
+
+    With `faithful` a sequence may grow past what the pool can ever hold, as in vLLM, where it then
+    waits for ever; otherwise it ends there.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        connector: KvConnectorScheduler | None = None,
+        *,
+        faithful: bool = False,
+    ) -> None:
+        self.config = config
+        self.connector = connector
+        self.kv = KvManager(config)
+        self.queues = WaitingQueues(config.policy)
+        self.max_length = config.max_model_len
+        if config.sliding_window is None and not faithful:
+            # The last token of a sequence needs no KV: hence + 1.
+            capacity = self.kv.pool.num_usable * config.block_size + 1
+            self.max_length = min(config.max_model_len, capacity)
+        self.seats = Seats(
+            config.max_num_seqs,
+            self.kv,
+            max_model_len=config.max_model_len,
+            max_length=self.max_length,
+            num_drafts=config.num_spec_tokens,
+        )
+        self.order: Int32s = np.empty(config.max_num_seqs, np.int32)  # seats, by admission
+        self.num_running = 0
+        self.requests: dict[int, Request] = {}  # unfinished, by uid
+        self.by_handle: dict[int, Request] = {}  # unfinished
+        self.held: dict[int, Request] = {}  # finished, blocks still part of a transfer; by uid
+        self.finished_ids: list[str] = []  # since the last plan
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        self._freed_slots: list[int] = []
+
+    @property
+    def running(self) -> Int32s:
+        """Seats of the running requests, in order of admission."""
+        return self.order[: self.num_running]
+
+    @property
+    def has_work(self) -> bool:
+        """Requests that are unfinished or hold blocks, or departures that no plan has told yet."""
+        return bool(self.requests or self.held or self.finished_ids or self._freed_slots)
+
+    @property
+    def num_block_owners(self) -> int:
+        """Requests that hold blocks, running or not."""
+        return self.num_running + len(self.held) + self.queues.num_holding_blocks
+
+    def request_at(self, slot: int) -> Request:
+        request = self.seats.request_of[slot]
+        assert request is not None
+        return request
+
+    # ------------------------------------------------------------ coming and going
+
+    def add(self, request: Request) -> None:
+        self.requests[request.uid] = request
+        self.by_handle[request.handle] = request
+        self.queues.add(request)
+        if self.connector is not None:
+            self.connector.on_new_request(request)
+
+    def vacate(self, request: Request) -> None:
+        """Take a running request's seat; the worker is told with the next plan."""
+        self._freed_slots.append(self.seats.leave(request))
+
+    def flush_freed_slots(self) -> list[int]:
+        freed, self._freed_slots = self._freed_slots, []
+        self.finished_ids = []
+        return freed
+
+    def compact(self) -> None:
+        """Drop vacated seats from the running order."""
+        running = self.running
+        kept = running[self.seats.uid[running] >= 0]
+        self.order[: len(kept)] = kept
+        self.num_running = len(kept)
+
+    def preempt(self, place: int) -> Request:
+        """Take blocks and seat of the request at this place of `running`; it is recomputed later.
+
+        Tokens that are in flight for it stay due, and are appended when they arrive.
+        """
+        request = self.request_at(int(self.order[place]))
+        self.order[place : self.num_running - 1] = self.order[place + 1 : self.num_running].copy()
+        self.num_running -= 1
+        self.vacate(request)
+        self.lose_blocks(request)
+        self.queues.put_back(request)
+        return request
+
+    def lose_blocks(self, request: Request) -> None:
+        """A request without a seat gives its blocks back and starts again from its tokens."""
+        self.kv.free(request.table)
+        request.status = Status.PREEMPTED
+        request.num_computed = 0
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def preempt_all(self) -> list[Request]:
+        """Preempt every running request, last first; their results in flight become void."""
+        preempted = []
+        while self.num_running:
+            request = self.preempt(self.num_running - 1)
+            request.frames_to_discard = request.num_placeholders
+            request.num_placeholders = 0
+            preempted.append(request)
+        return preempted
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """End unfinished requests from outside: all leave their lists, then each is freed."""
+        for request in requests:
+            if request.status is not Status.RUNNING:
+                self.queues.remove(request)
+        for request in requests:
+            self.finish(request, FinishReason.ABORT)
+        self.compact()
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request: seat, blocks and books. It must have left the waiting queues.
+
+        A running one stays in `running` until `compact`. Blocks that a transfer still uses (a load
+        that was not reported yet, or a send that the connector announces) are kept in `held`.
+        """
+        loading = request.status is Status.WAITING_FOR_REMOTE_KVS and not request.load_reported
+        if request.slot >= 0:
+            self.vacate(request)
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        del self.requests[request.uid]
+        del self.by_handle[request.handle]
+        self.finished_ids.append(request.request_id)
+        keep = loading
+        if self.connector is not None:
+            self.kv.release_unseen(request.table, request.num_computed)
+            sending, _ = self.connector.request_finished(request, request.table.blocks)
+            keep = keep or sending
+        if keep:
+            self.held[request.uid] = request
+        else:
+            self.kv.free(request.table)
+
+    def release_held(self, request: Request) -> None:
+        """The transfer that kept a finished request's blocks is over."""
+        if self.held.pop(request.uid, None) is not None:
+            self.kv.free(request.table)
+
+    def check_integrity(self) -> None:
+        """Recount blocks, seats and queues; IntegrityError when they do not balance."""
+        requests = [*self.requests.values(), *self.held.values()]
+        self.kv.check_integrity(request.table for request in requests)
+        seated = {request.uid for request in self.seats.requests()}
+        ordered = {self.request_at(slot).uid for slot in self.running.tolist()}
+        queued = {request.uid for request in (*self.queues.waiting(), *self.queues.skipped())}
+        if seated != ordered or len(ordered) != self.num_running:
+            raise IntegrityError(f"{len(seated)} requests have seats; {self.num_running} run")
+        if queued & seated or queued | seated != set(self.requests):
+            raise IntegrityError(
+                f"{len(queued)} waiting and {len(seated)} running requests; "
+                f"{len(self.requests)} are unfinished"
+            )

@@ -1,0 +1,366 @@
+"""KvManager: the only class of this package that the scheduler talks to.
+
+It answers "which cached blocks match?" and "are there blocks for this?", and takes blocks back. It
+knows block tables and token counts, not requests. Rules are those of vLLM 0.22.1 with one group of
+layers: full attention, or one sliding window.
+
+    block table of a request          [ hit, hit | loaded, loaded | new, new, new ]
+    its counts, in tokens               local hit  external         to be computed
+
+With a window W, the leading blocks that no later token can see are replaced by the null block.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from twostroke.config import SchedulerConfig
+from twostroke.errors import TwostrokeError
+from twostroke.kv.blocks import NULL_BLOCK, BlockPool
+from twostroke.kv.prefix import PrefixHasher, PrefixMap, UInt64s
+from twostroke.messages import Int32s
+
+_NEVER = 2**31 - 1
+
+
+class IntegrityError(TwostrokeError):
+    """The engine's own books do not balance: a bug, never a user's mistake."""
+
+
+class BlockTable:
+    """The blocks of one request and the keys of its prefix.
+
+    `num_registered` counts leading blocks that are in the prefix map (or need not be); it is None
+    until the first of them is. `keys` and `sums` reach as far as the request's full blocks were
+    hashed.
+    """
+
+    __slots__ = ("blocks", "keys", "may_read", "num_registered", "sums")
+
+    def __init__(self, sums: UInt64s, *, may_read: bool = True) -> None:
+        self.blocks: list[int] = []
+        self.keys: list[bytes] = []
+        self.sums = sums
+        self.num_registered: int | None = None
+        self.may_read = may_read
+
+
+class _Memo:
+    """The last look-up, so that a request which waits for memory is not looked up at each step."""
+
+    __slots__ = ("blocks", "hits", "limit", "missing_key", "table")
+
+    def __init__(
+        self, table: BlockTable, limit: int, hits: list[int], missing_key: bytes | None
+    ) -> None:
+        self.table = table
+        self.limit = limit
+        self.hits = hits
+        self.blocks = frozenset(hits)
+        self.missing_key = missing_key
+
+
+class KvManager:
+    """Blocks, prefix cache and their rules."""
+
+    def __init__(self, config: SchedulerConfig, *, secret: bytes | None = None) -> None:
+        self.block_size = config.block_size
+        self.pool = BlockPool(config.num_blocks)
+        self.caching = config.enable_prefix_caching
+        self.hasher = PrefixHasher(config.block_size, secret=secret)
+        self.num_lookups = 0
+        self._map = PrefixMap(config.num_blocks)
+        self._max_model_len = config.max_model_len
+        self._window = config.sliding_window
+        self._drop_last_hit = config.num_spec_tokens > 0 and config.spec_method == "eagle"
+        self._memo: _Memo | None = None
+        window_tokens = (self._window or 0) - 1 + config.max_num_batched_tokens
+        self._window_gate_blocks = self.blocks_for(min(window_tokens, config.max_model_len)) + 1
+
+    # ------------------------------------------------------------ sizes
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def usage(self) -> float:
+        """Share of the usable blocks that some request holds."""
+        usable = self.pool.num_usable
+        return 1 - self.pool.num_free / usable if usable else 0.0
+
+    def blocks_at_once(self, num_tokens: int) -> int:
+        """Blocks that one request of `num_tokens` tokens must be able to hold at the same time."""
+        blocks = self.blocks_for(num_tokens)
+        return blocks if self._window is None else min(blocks, self._window_gate_blocks)
+
+    def first_visible(self, num_computed: int) -> int:
+        """Tokens at the front that the next token cannot see (0 with full attention)."""
+        return 0 if self._window is None else max(0, num_computed - self._window + 1)
+
+    # ------------------------------------------------------------ prefix cache
+
+    def new_table(self, tokens: Int32s, domain: str, *, may_read: bool) -> BlockTable:
+        """An empty table of a request with these tokens; hashes their full blocks."""
+        table = BlockTable(self.hasher.start(domain), may_read=may_read)
+        self.hash_tokens(table, tokens)
+        return table
+
+    def hash_tokens(self, table: BlockTable, tokens: Int32s) -> None:
+        """Extend the table's keys over all full blocks of `tokens`, the request's tokens so far."""
+        if self.caching:
+            first = len(table.keys)
+            rest = tokens[first * self.block_size :]
+            keys, table.sums = self.hasher.extend_one(table.sums, first, rest)
+            table.keys += keys
+
+    def lookup(self, table: BlockTable, num_tokens: int) -> list[int]:
+        """Cached blocks that match the prefix, leaving at least one of `num_tokens` to compute.
+
+        Nothing is pinned. With a window the list may begin with null blocks.
+        """
+        if not self.caching or not table.may_read:
+            return []
+        limit = min((num_tokens - 1) // self.block_size, len(table.keys))
+        if self._window is not None:
+            self.num_lookups += 1
+            hits = self._window_hits(table.keys[:limit], self._window)
+        else:
+            hits = self._prefix_hits(table, limit)
+        return hits[:-1] if self._drop_last_hit else hits
+
+    def _prefix_hits(self, table: BlockTable, limit: int) -> list[int]:
+        memo, first = self._memo, self._map.first
+        if (
+            memo is not None
+            and memo.table is table
+            and memo.limit == limit
+            and memo.missing_key not in first
+        ):
+            return memo.hits
+        self.num_lookups += 1
+        hits: list[int] = []
+        missing_key = None
+        for key in table.keys[:limit]:
+            block = first.get(key)
+            if block is None:
+                missing_key = key
+                break
+            hits.append(block)
+        self._memo = _Memo(table, limit, hits, missing_key)
+        return hits
+
+    def _window_hits(self, keys: list[bytes], window: int) -> list[int]:
+        """The right-most run of cached blocks that covers a window, nulls to its left.
+
+        Without such a run: the run that begins at block 0, of whatever length.
+        """
+        want = self.blocks_for(window - 1) + self._drop_last_hit
+        hits = [NULL_BLOCK] * len(keys)
+        run = 0
+        for index in range(len(keys) - 1, -1, -1):
+            block = self._map.first.get(keys[index])
+            if block is None:
+                run = 0
+                continue
+            hits[index] = block
+            run += 1
+            if run >= want:
+                return hits[: index + run]
+        return hits[:run]
+
+    def register(self, table: BlockTable, num_tokens: int) -> None:
+        """Enter the full blocks among the first `num_tokens` tokens into the prefix map.
+
+        The keys must reach that far. Does nothing when caching is off.
+        """
+        if not self.caching:
+            return
+        start = table.num_registered or 0
+        end = min(num_tokens // self.block_size, len(table.blocks))
+        if end > start:
+            add = self._map.add
+            for key, block in zip(table.keys[start:end], table.blocks[start:end], strict=True):
+                if block != NULL_BLOCK:
+                    add(key, block)
+            table.num_registered = end
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Take blocks out of the prefix map (their content is invalid); owners keep them."""
+        for block in blocks:
+            if self._map.key_of[block] is not None:
+                self._evict(block)
+
+    def _evict(self, block: int) -> None:
+        self._map.remove(block)
+        if self._memo is not None and block in self._memo.blocks:
+            self._memo = None
+
+    def reset(self) -> bool:
+        """Empty the prefix cache; refused (False) while any block is in use."""
+        if self.pool.num_free != self.pool.num_usable:
+            return False
+        self._map.clear()
+        self._memo = None
+        return True
+
+    # ------------------------------------------------------------ allocation
+
+    def grow(self, table: BlockTable, num_computed: int, num_slots: int) -> list[int] | None:
+        """Make a running request's table hold `num_slots` tokens; None when blocks are short.
+
+        Returns the new block ids. Blocks that fell out of the window are released first, even
+        if the call then fails.
+        """
+        if self._window is not None:
+            self._release_unseen(table, num_computed)
+        count = self.blocks_for(num_slots) - len(table.blocks)
+        if count <= 0:
+            return []
+        if count > self.pool.num_free:
+            return None
+        return self._take(table, count)
+
+    def allocate(
+        self,
+        table: BlockTable,
+        *,
+        num_tokens: int,
+        num_computed: int,
+        hits: list[int],
+        num_external: int,
+        num_new: int,
+        lookahead: int,
+        reserve_full: bool,
+        delay_registration: bool,
+    ) -> bool:
+        """Blocks for a request that is to be admitted (or to load); False when they are short.
+
+        `num_computed` tokens are in the table already, `hits` blocks match locally, `num_external`
+        tokens come from elsewhere, `num_new` are computed in this step, and `lookahead` slots are
+        for drafts. With `reserve_full` the whole sequence must fit, not only this step.
+        """
+        local = num_computed + len(hits) * self.block_size
+        present = local + num_external
+        capped = min(present, self._max_model_len)
+        if reserve_full:
+            whole = self.blocks_at_once(min(num_tokens, self._max_model_len))
+            if self._need(table, whole, hits, capped) > self.pool.num_free:
+                return False
+        self._release_unseen(table, capped)
+        slots = min(capped + num_new + lookahead, self._max_model_len)
+        if self._need(table, self.blocks_for(slots), hits, present) > self.pool.num_free:
+            return False
+        if table.num_registered is None and (hits or num_external > 0):
+            self._place_hits(table, hits, present, num_external)
+        missing = self.blocks_for(slots) - len(table.blocks)
+        if missing > 0:
+            self._take(table, missing)
+        if not delay_registration:
+            self.register(table, min(capped + num_new, num_tokens))
+        return True
+
+    def _need(self, table: BlockTable, blocks: int, hits: list[int], present: int) -> int:
+        """Free blocks that a table of `blocks` blocks would take."""
+        held = len(table.blocks)
+        if table.num_registered is not None:
+            return max(blocks - held, 0)
+        unseen = self.first_visible(present) // self.block_size
+        references = self.pool.references
+        seen = hits[max(0, unseen - held) :]
+        pinned = sum(block != NULL_BLOCK and references[block] == 0 for block in seen)
+        return max(blocks - max(unseen, len(hits) + held), 0) + pinned
+
+    def _place_hits(
+        self, table: BlockTable, hits: list[int], present: int, num_external: int
+    ) -> None:
+        unseen_tokens = self.first_visible(present)
+        unseen = unseen_tokens // self.block_size
+        table.blocks += [NULL_BLOCK] * unseen
+        seen = hits[unseen:]
+        self.pool.pin(block for block in seen if block != NULL_BLOCK)
+        table.blocks += seen
+        table.num_registered = len(table.blocks)
+        if min(num_external, present - unseen_tokens) > 0:
+            self._take(table, self.blocks_for(present) - len(table.blocks))
+
+    def _take(self, table: BlockTable, count: int) -> list[int]:
+        taken = self.pool.take(count)
+        key_of = self._map.key_of
+        for block in taken:
+            if key_of[block] is not None:
+                self._evict(block)
+        table.blocks += taken
+        return taken
+
+    def _release_unseen(self, table: BlockTable, num_computed: int) -> None:
+        """Null the blocks left of the window, from the right until one is null already."""
+        unseen = min(self.first_visible(num_computed) // self.block_size, len(table.blocks))
+        released = []
+        for index in range(unseen - 1, -1, -1):
+            if table.blocks[index] == NULL_BLOCK:
+                break
+            released.append(table.blocks[index])
+            table.blocks[index] = NULL_BLOCK
+        self.pool.release(released)
+
+    def window_boundary(self, table: BlockTable) -> int:
+        """Number of computed tokens at which the next block of `table` is out of the window."""
+        if self._window is None:
+            return _NEVER
+        nulls = 0
+        for block in table.blocks:
+            if block != NULL_BLOCK:
+                break
+            nulls += 1
+        return (nulls + 1) * self.block_size + self._window - 1
+
+    def release_unseen(self, table: BlockTable, num_computed: int) -> None:
+        """Give back what lies outside the window of a request with `num_computed` tokens."""
+        if self._window is not None:
+            self._release_unseen(table, num_computed)
+
+    def free(self, table: BlockTable) -> None:
+        """Release all blocks, last first, so that a prefix outlives what follows it."""
+        self.pool.release(reversed(table.blocks))
+        table.blocks = []
+        table.num_registered = None
+
+    # ------------------------------------------------------------ checks
+
+    def num_common_blocks(self, table: BlockTable, num_owners: int) -> int:
+        """Leading blocks of `table` that all of `num_owners` requests share."""
+        if self._window is not None or not self.caching:
+            return 0
+        references = self.pool.references
+        for index, block in enumerate(table.blocks):
+            if references[block] != num_owners:
+                return index
+        return len(table.blocks)
+
+    def check_integrity(self, tables: Iterable[BlockTable]) -> None:
+        """Recount everything from the tables of all requests; IntegrityError on a difference."""
+        held: Counter[int] = Counter()
+        for table in tables:
+            held.update(block for block in table.blocks if block != NULL_BLOCK)
+        pool = self.pool
+        for block, references in enumerate(pool.references):
+            if references != held[block]:
+                raise IntegrityError(
+                    f"block {block} has {references} references; {held[block]} tables hold it"
+                )
+        free = list(pool.free_blocks())
+        if len(free) != pool.num_free or len(set(free)) != len(free):
+            raise IntegrityError(f"free list has {len(free)} blocks; counted {pool.num_free}")
+        if free_but_held := [block for block in free if held[block]]:
+            raise IntegrityError(f"blocks are free and held: {free_but_held[:8]}")
+        if len(free) + len(held) != pool.num_usable:
+            raise IntegrityError(
+                f"{len(free)} free and {len(held)} held blocks; the pool has {pool.num_usable}"
+            )
+        keyed = {b: key for b, key in enumerate(self._map.key_of) if key is not None}
+        listed = {b: key for key, blocks in self._map.blocks_by_key().items() for b in blocks}
+        if keyed != listed:
+            raise IntegrityError("the prefix map and the blocks' keys differ")

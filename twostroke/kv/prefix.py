@@ -1,0 +1,140 @@
+"""The prefix cache: which block holds the KV of which token prefix.
+
+A block's key stands for *all* tokens up to its end, so equal keys mean equal prefixes. Keys are
+128 bits of multilinear hashing: with secret random 64-bit numbers r,
+
+    key(t[0:n]) = four lanes of  (start + sum over i < n of (t[i] + 1) * r[i])  mod 2^64, top half
+
+Such a hash is strongly universal in each lane (Lemire and Kaser, "Strongly universal string hashing
+is fast", 2014): two different prefixes share a key with probability 2^-128, whatever their tokens,
+and the secret is drawn anew in each process, so nobody can construct a collision. The sum runs on
+from block to block, which makes it a chain, and NumPy does a whole prompt in a few operations: 64
+blocks take about a third of the time of 64 calls of a cryptographic hash. `t + 1` keeps a token 0
+from hashing like no token at all. `start` is drawn from the request's domain (its cache salt).
+"""
+
+import hashlib
+import secrets
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twostroke.messages import Int32s
+
+UInt64s = NDArray[np.uint64]
+
+LANES = 4
+KEY_BYTES = LANES * 4
+_TOP_HALF = np.uint64(32)
+_NO_KEYS: list[bytes] = []
+
+
+class PrefixHasher:
+    """Makes keys of token prefixes. `secret` is for tests; by default it is random."""
+
+    def __init__(self, block_size: int, *, secret: bytes | None = None) -> None:
+        self._block_size = block_size
+        self._secret = secrets.token_bytes(32) if secret is None else secret
+        self._offsets = np.arange(block_size)
+        self._multipliers: UInt64s = np.empty((0, block_size, LANES), np.uint64)
+        self._root = self._start_of("")
+
+    def _start_of(self, domain: str) -> UInt64s:
+        digest = hashlib.blake2b(domain.encode(), key=self._secret, digest_size=8 * LANES).digest()
+        return np.frombuffer(digest, np.uint64)
+
+    def _multipliers_of(self, num_blocks: int) -> UInt64s:
+        """[num_blocks, block_size, LANES], the same for each block index at every call."""
+        known = len(self._multipliers)
+        if num_blocks > known:
+            wanted = max(num_blocks, 2 * known, 64)
+            stream = hashlib.shake_256(b"multipliers" + self._secret)
+            raw = stream.digest(wanted * self._block_size * LANES * 8)
+            self._multipliers = np.frombuffer(raw, np.uint64).reshape(
+                wanted, self._block_size, LANES
+            )
+        return self._multipliers
+
+    def start(self, domain: str) -> UInt64s:
+        """The running sum [LANES] before the first token of a prefix in `domain`."""
+        return self._start_of(domain) if domain else self._root
+
+    def extend_one(
+        self, sums: UInt64s, first_block: int, tokens: Int32s
+    ) -> tuple[list[bytes], UInt64s]:
+        """Keys of the full blocks of `tokens`, which begin at block index `first_block`.
+
+        `sums` [LANES] is the running sum before them. Returns the keys and the sum after them.
+        """
+        size = self._block_size
+        num_blocks = len(tokens) // size
+        if num_blocks == 0:
+            return _NO_KEYS, sums
+        values = tokens[: num_blocks * size].astype(np.uint64).reshape(num_blocks, size)
+        values += np.uint64(1)
+        end = first_block + num_blocks
+        multipliers = self._multipliers_of(end)[first_block:end]
+        chain = np.einsum("bj,bjk->bk", values, multipliers)
+        np.cumsum(chain, axis=0, out=chain)
+        chain += sums
+        return _keys_of(chain), chain[-1]
+
+    def extend_many(
+        self, sums: UInt64s, blocks: Int32s, tokens: Int32s
+    ) -> tuple[list[bytes], UInt64s]:
+        """One more block of each of m prefixes: sums [m, LANES], block index [m], tokens [m, size].
+
+        Returns m keys and the new sums.
+        """
+        values = tokens.astype(np.uint64)
+        values += np.uint64(1)
+        multipliers = self._multipliers_of(int(blocks.max()) + 1)[blocks]
+        chain = np.einsum("bj,bjk->bk", values, multipliers)
+        chain += sums
+        return _keys_of(chain), chain
+
+
+def _keys_of(chain: UInt64s) -> list[bytes]:
+    raw = (chain >> _TOP_HALF).astype(np.uint32).tobytes()
+    return [raw[i : i + KEY_BYTES] for i in range(0, len(raw), KEY_BYTES)]
+
+
+class PrefixMap:
+    """key -> blocks that hold it, oldest first. A free block keeps its key until it is reused."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.key_of: list[bytes | None] = [None] * num_blocks
+        self.first: dict[bytes, int] = {}
+        self._later: dict[bytes, list[int]] = {}
+
+    def add(self, key: bytes, block: int) -> None:
+        """Register `block` under `key`; a block that has a key already keeps it."""
+        if self.key_of[block] is None:
+            self.key_of[block] = key
+            if self.first.setdefault(key, block) != block:
+                self._later.setdefault(key, []).append(block)
+
+    def remove(self, block: int) -> None:
+        """Take the key from a block that has one."""
+        key = self.key_of[block]
+        assert key is not None
+        self.key_of[block] = None
+        later = self._later.get(key)
+        if later is None:
+            del self.first[key]
+            return
+        if self.first[key] == block:
+            self.first[key] = later.pop(0)
+        else:
+            later.remove(block)
+        if not later:
+            del self._later[key]
+
+    def clear(self) -> None:
+        self.key_of = [None] * len(self.key_of)
+        self.first.clear()
+        self._later.clear()
+
+    def blocks_by_key(self) -> dict[bytes, list[int]]:
+        """Everything registered, for checks."""
+        return {key: [block, *self._later.get(key, ())] for key, block in self.first.items()}
