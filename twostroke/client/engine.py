@@ -364,6 +364,7 @@ class AsyncEngine:
         try:
             while self.dead is None:
                 await self._on_message(await self._channel.receive())
+                await asyncio.sleep(0)  # a backlog must not keep the consumers waiting
         except EngineDeadError as error:
             self._die(error)
         except Exception as error:

@@ -1,0 +1,68 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostroke.ledger import Boundary, Interval, RequestLedger
+
+B = Boundary
+
+
+def walk(*steps: tuple[int, float], arrived_s: float = 0.0) -> RequestLedger:
+    ledger = RequestLedger(arrived_s)
+    for boundary, time_s in steps:
+        ledger.mark(boundary, time_s)
+    return ledger
+
+
+def spent(ledger: RequestLedger) -> dict[str, float]:
+    return {i.name.lower(): ledger.seconds(i) for i in Interval if ledger.spent_ns[i]}
+
+
+def test_a_plain_life():
+    ledger = walk(
+        (B.SENT, 1), (B.QUEUED, 2), (B.SCHEDULED, 4), (B.FIRST_TOKEN, 7), (B.TOKEN, 8),
+        (B.FINISHED, 12), (B.CLOSED, 18),
+    )  # fmt: skip
+    assert spent(ledger) == {
+        "frontend": 1, "queue": 3, "prefill": 3, "decode": 5, "egress": 6,
+    }  # fmt: skip
+    assert (ledger.first_token_ns, ledger.finished_ns) == (7e9, 12e9)
+
+
+def test_preempted_while_decoding_counts_until_the_next_token():
+    ledger = walk(
+        (B.SENT, 0), (B.SCHEDULED, 1), (B.FIRST_TOKEN, 2), (B.PREEMPTED, 3), (B.TOKEN, 4),
+        (B.SCHEDULED, 6), (B.TOKEN, 9), (B.FINISHED, 10), (B.CLOSED, 10),
+    )  # fmt: skip
+    assert spent(ledger) == {"queue": 1, "prefill": 1, "decode": 2, "preempted": 6}
+    assert ledger.num_preemptions == 1
+
+
+def test_preempted_before_the_first_token_counts_until_scheduled_again():
+    ledger = walk(
+        (B.SENT, 0), (B.SCHEDULED, 1), (B.PREEMPTED, 2), (B.SCHEDULED, 5), (B.FIRST_TOKEN, 7),
+        (B.FINISHED, 7), (B.CLOSED, 7),
+    )  # fmt: skip
+    assert spent(ledger) == {"queue": 1, "prefill": 3, "preempted": 3}
+
+
+def test_aborted_before_it_ran():
+    assert spent(walk((B.CLOSED, 2))) == {"frontend": 2}
+    assert spent(walk((B.SENT, 1), (B.FINISHED, 3), (B.CLOSED, 4))) == {
+        "frontend": 1, "queue": 2, "egress": 1,
+    }  # fmt: skip
+
+
+@given(
+    arrived_s=st.floats(0, 1e6),
+    steps=st.lists(st.tuples(st.sampled_from(Boundary), st.floats(0, 1e6)), max_size=30),
+    aborted_s=st.floats(0, 1e6),
+)
+def test_intervals_sum_exactly_whatever_happens(arrived_s, steps, aborted_s):
+    ledger = walk(*steps, (B.FINISHED, aborted_s), (B.CLOSED, aborted_s), arrived_s=arrived_s)
+    assert sum(ledger.spent_ns) == ledger.total_ns
+    assert min(ledger.spent_ns) >= 0
+    latest_s = max([arrived_s, aborted_s, *(time_s for _, time_s in steps)])
+    assert 0 <= ledger.total_ns <= round(latest_s * 1e9) - round(arrived_s * 1e9)
+    before = list(ledger.spent_ns)
+    ledger.mark(B.CLOSED, 2e6)
+    assert ledger.spent_ns == before
