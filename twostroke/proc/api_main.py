@@ -1,9 +1,9 @@
 """API process: uvicorn on one asyncio thread, the engine client, and the watch over both.
 
-    run()  ▶ engine client starts its output task
-           ▶ uvicorn serves at once (/v1/models and /health answer while the model loads)
-           ▶ SIGINT or SIGTERM: stop accepting, let running requests end, stop the engine, exit 0
-           ▶ engine dead: waiting clients get an error, /health says 503, exit 1
+run()  ▶ engine client starts its output task
+       ▶ uvicorn serves at once (/v1/models and /health answer while the model loads)
+       ▶ SIGINT or SIGTERM: stop accepting, let running requests end, stop the engine, exit 0
+       ▶ engine dead: waiting clients get an error, /health says 503, exit 1
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import signal
 import socket
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -23,7 +24,7 @@ from twostroke.client.chat import ChatTemplate
 from twostroke.client.engine import AsyncEngine
 from twostroke.client.tokenizer import load_tokenizer
 from twostroke.config import EngineConfig, Explained
-from twostroke.errors import EngineDeadError
+from twostroke.errors import ConfigError, EngineDeadError
 from twostroke.messages import EngineReady
 from twostroke.metrics import Metrics
 from twostroke.proc.launch import EngineProcess
@@ -91,15 +92,23 @@ async def _run(
         default_seed=config.seed,
     )
     engine.start()
+    template = checkpoint.chat_template
+    if config.chat_template:
+        template = _read_template(Path(config.chat_template))
     state = ServerState(
         engine=engine,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate(checkpoint.chat_template),
+        chat_template=ChatTemplate(
+            template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
+        )
+        if template
+        else None,
         model_name=name,
+        metrics=metrics,
         api_key=config.api_key,
         explained=explained,
-        metrics=metrics,
         version=__version__,
+        max_num_queued_reqs=config.max_num_queued_reqs,
     )
     server = Server(
         uvicorn.Config(
@@ -141,9 +150,20 @@ async def _watch(
     server.should_exit = True
 
 
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read --chat-template {path}: {error.strerror}") from None
+
+
 def startup_block(ready: EngineReady, model: str, path: str, url: str) -> str:
     """What a user wants to know once: each fact, its value and the reason for it."""
-    rows = [("model", model, path), *ready.facts, ("URL", f"{url}/v1", "OpenAI API; metrics at /metrics")]
+    rows = [
+        ("model", model, path),
+        *ready.facts,
+        ("URL", f"{url}/v1", "OpenAI API; metrics at /metrics"),
+    ]
     width = max(len(name) for name, _, _ in rows)
     return "\n".join(
         f"  {name:<{width}}  {value}" + (f"  ({reason})" if reason else "")

@@ -168,8 +168,12 @@ def _begin_trace(path: str) -> None:
 def _resolve(config: EngineConfig) -> Checkpoint:
     """Find the model, with a progress bar if it must be downloaded."""
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-        console=Console(stderr=True), transient=True,
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=Console(stderr=True),
+        transient=True,
     ) as bars:
         tasks: dict[str, TaskID] = {}
 
