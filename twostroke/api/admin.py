@@ -43,7 +43,10 @@ async def list_models(state: ServerState, request: Request) -> Response:
 
 async def get_model(state: ServerState, request: Request) -> Response:
     """One model by its name, which may hold slashes."""
-    state.served_name(request.path_params["model"])
+    name = request.path_params["model"]
+    if not name:  # /v1/models/, from a base URL that ends in a slash
+        return await list_models(state, request)
+    state.served_name(name)
     return json_response(_model(state))
 
 

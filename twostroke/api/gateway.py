@@ -13,6 +13,7 @@ import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from twostroke.api.errors import error_response, internal_error
@@ -57,6 +58,8 @@ class Gateway:
             self._authenticate(scope)
             await self._app(scope, receive, send_with_id)
             return
+        except ClientDisconnect:
+            return  # in the middle of its body: nobody is there to answer
         except TwostrokeError as error:
             if started:
                 raise

@@ -66,6 +66,12 @@ class Api:
             transport=httpx.ASGITransport(create_app(state)), base_url="http://test"
         )
 
+    async def get(self, path: str, status: int = 200) -> Any:
+        """The JSON answer of a GET that must have `status`."""
+        response = await self.http.get(path)
+        assert response.status_code == status, response.text
+        return response.json()
+
     async def post(self, path: str, /, status: int = 200, **fields: Any) -> Any:
         """The JSON answer of a POST that must have `status`."""
         response = await self.http.post(path, json=fields)
@@ -156,3 +162,12 @@ def server() -> Iterator[Server]:
     server = Server()
     yield server
     server.close()
+
+
+@pytest.fixture
+def clean_server(server: Server) -> Iterator[Server]:
+    """The server with a core as new; what a test leaves open fails it."""
+    core = server.core
+    core.__dict__.update({**FakeCore().__dict__, "_outbox": core._outbox, "_open": core._open})
+    yield server
+    assert core.num_open == 0

@@ -16,8 +16,8 @@ from twostroke.messages import (
     FromEngine,
     PrefillInfo,
     RequestLogprobs,
-    TokenLogprobs,
     ToEngine,
+    TokenLogprobs,
     UtilityCall,
     UtilityReply,
 )
@@ -52,11 +52,23 @@ class FakeCore:
         self.calls_answered = True
         self._outbox: asyncio.Queue[FromEngine | Exception] = asyncio.Queue()
         self._open: dict[int, asyncio.Task[None]] = {}
-        self._changed = asyncio.Condition()
+        self._watchers: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
 
     @property
     def num_open(self) -> int:
         return len(self._open)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a message or the end of a request makes `condition` true."""
+        if not condition():
+            watcher = asyncio.get_running_loop().create_future()
+            self._watchers.append((condition, watcher))
+            await watcher
+
+    def _changed(self) -> None:
+        for condition, watcher in self._watchers:
+            if not watcher.done() and condition():
+                watcher.set_result(None)
 
     def become_ready(self) -> None:
         self._outbox.put_nowait(EngineReady(0, self.max_model_len, 1000, 16, [("fact", "1", "so")]))
@@ -76,6 +88,7 @@ class FakeCore:
         elif isinstance(message, UtilityCall) and self.calls_answered:
             result = [{"request_id": add.request_id} for add in self.added]
             self._outbox.put_nowait(UtilityReply(message.call_id, result))
+        self._changed()
 
     async def receive(self) -> FromEngine:
         message = await self._outbox.get()
@@ -106,6 +119,7 @@ class FakeCore:
             self._put(add, step, Finished(add.handle, ends) if is_last else None, at)
             at += len(step)
         self._open.pop(add.handle, None)
+        self._changed()
 
     def _put(self, add: AddRequest, step: list[int], end: Finished | None, at: int) -> None:
         logprobs = []

@@ -57,13 +57,13 @@ async def test_echo_with_logprobs(api: Api, stream, n):
     fields = {"prompt": "hé", "echo": True, "logprobs": 1, "max_tokens": 2, "n": n}
     if stream:
         *events, _ = await api.events(PATH, **fields)
-        columns = [{"text": "", "tokens": [], "text_offset": [], "token_logprobs": []} for _ in "xyz"]
+        names = ("tokens", "text_offset", "token_logprobs")
+        columns = [{"text": "", **{name: [] for name in names}} for _ in range(n)]
         for choice in (choice for event in events for choice in event["choices"]):
             mine = columns[choice["index"]]
             mine["text"] += choice["text"]
-            for name in ("tokens", "text_offset", "token_logprobs"):
+            for name in names:
                 mine[name] += (choice["logprobs"] or {}).get(name, [])
-        columns = columns[:n]
     else:
         choices = (await api.post(PATH, **fields))["choices"]
         columns = [{"text": choice["text"], **choice["logprobs"]} for choice in choices]
