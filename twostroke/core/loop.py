@@ -75,8 +75,11 @@ class EngineCore:
 
     # ------------------------------------------------------------ requests in
 
-    def add(self, request: AddRequest) -> None:
-        """Queue a request. One that can never run ends at once, with an error."""
+    def add(self, request: AddRequest, *, waits_for_grammar: bool = False) -> None:
+        """Queue a request. One that can never run ends at once, with an error.
+
+        With `waits_for_grammar` it is passed over until `grammar_ready`.
+        """
         if request.handle in self.state.by_handle:
             raise ValueError(f"handle {request.handle} is that of a live request")
         now = self._clock.now()
@@ -89,7 +92,10 @@ class EngineCore:
             request.prompt_token_ids, request.cache_salt, may_read=may_read
         )
         self._next_uid += 1
-        self.state.add(Request(request, self._next_uid, table))
+        queued = Request(request, self._next_uid, table)
+        if waits_for_grammar:
+            queued.status = Status.WAITING_FOR_GRAMMAR
+        self.state.add(queued)
 
     def _refusal(self, request: AddRequest) -> str | None:
         """Why a request can never run, or None."""
@@ -139,6 +145,11 @@ class EngineCore:
     def num_in_flight(self) -> int:
         """Plans begun and not finished."""
         return len(self._in_flight)
+
+    @property
+    def last_step(self) -> Step:
+        """The step that was begun last; there must be one in flight."""
+        return self._in_flight[-1]
 
     def has_work(self) -> bool:
         """Whether `begin` has anything to say: requests, or seats to vacate."""
