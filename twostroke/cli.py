@@ -5,6 +5,7 @@ Errors meant for users end as one red line and an exit code, never as a tracebac
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from twostroke import __version__
 from twostroke.cli_bench import bench_app
 from twostroke.cli_chat import API_KEY, URL, chat
 from twostroke.cli_flags import EngineFlags, with_engine_flags
+from twostroke.config import SECRET_FIELDS
 from twostroke.errors import ConfigError, ModelError, TwostrokeError
 
 app = typer.Typer(
@@ -82,38 +84,30 @@ def show_config(
         rows = [asdict(setting) for setting in explained]
         print(dumps(rows if explain else {row["name"]: row["value"] for row in rows}))
     elif explain:
-        from rich.table import Table
-
-        table = Table("setting", "value", "source", "why", box=None, pad_edge=False)
-        for setting in explained:
-            style = None if setting.source == "default" else "bold"
-            table.add_row(
-                setting.name, _toml(setting.value), setting.source, setting.reason, style=style
-            )
-        _print(table)
+        lines = [[it.name, _toml(it.value), it.source, it.reason] for it in explained]
+        changed = [it.source != "default" for it in explained]
+        _print_table(["setting", "value", "source", "why"], lines, bold=changed)
     else:
-        for setting in explained:
-            print(f"{setting.name} = {_toml(setting.value)}")
+        for it in explained:
+            secret = it.name in SECRET_FIELDS and it.value
+            print(f"# {it.name} is set" if secret else f"{it.name} = {_toml(it.value)}")
 
 
 @app.command()
 def ps(url: URL = "http://127.0.0.1:8000", api_key: API_KEY = "") -> None:
     """What a running server works on: one line a request."""
-    from rich.table import Table
-
     from twostroke.cli_chat import connect, get_json
 
     with connect(url, api_key) as client:
-        rows = get_json(client, "/slots")
-    if not rows:
+        slots = get_json(client, "/slots")
+    if not slots:
         print("no requests")
         return
-    table = Table(*rows[0], box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(
-            *(f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row.values())
-        )
-    _print(table)
+    lines = [
+        [f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in slot.values()]
+        for slot in slots
+    ]
+    _print_table(list(slots[0]), lines)
 
 
 @app.command()
@@ -128,12 +122,15 @@ def _toml(value: Any) -> str:
     return dumps(value)  # text, numbers and booleans are written alike in both
 
 
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    # Into a pipe, lines stay whole.
-    console.print(table) if console.is_terminal else Console(width=1000).print(table)
+def _print_table(
+    headers: list[str], rows: list[list[str]], bold: Sequence[bool] | None = None
+) -> None:
+    """Columns padded to their widest cell. Lines are never cut: in a pipe they stay whole."""
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    for index, cells in enumerate([headers, *rows]):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        strong = index == 0 or (bold is not None and bold[index - 1])
+        typer.secho(line.rstrip(), bold=strong)
 
 
 if __name__ == "__main__":

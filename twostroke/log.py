@@ -36,6 +36,7 @@ def _terminal_handler() -> logging.Handler:
         show_path=False,
         log_time_format="%H:%M:%S",
         highlighter=NullHighlighter(),
+        keywords=[],
         rich_tracebacks=False,
     )
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -1,0 +1,114 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from twostroke import config
+from twostroke.config import EngineConfig, resolve
+from twostroke.errors import ConfigError
+
+
+def sources(flags, **where):
+    _, explained = resolve(flags, environ=where.pop("environ", {}), **where)
+    return {it.name: (it.value, it.source, it.reason) for it in explained}
+
+
+def test_defaults_are_explained_by_their_meaning():
+    settings, explained = resolve({}, environ={})
+    assert settings == EngineConfig()
+    assert [it.name for it in explained] == [f.name for f in dataclasses.fields(EngineConfig)]
+    assert {it.source for it in explained} == {"default"}
+    assert all(it.reason for it in explained)
+    assert set(config.field_docs()) == {it.name for it in explained}
+
+
+def test_a_flag_beats_the_environment_which_beats_a_file_which_beats_the_default(tmp_path):
+    path = tmp_path / "t.toml"
+    path.write_text('port = 1\nmax-num-seqs = 2\nblock_size = 3\ndtype = "float32"\n')
+    environ = {"TWOSTROKE_PORT": "11", "TWOSTROKE_MAX_NUM_SEQS": "12", "HOME": "x"}
+    found = sources({"port": "21", "host": None}, config_file=path, environ=environ)
+    assert found["port"] == (21, "flag", "--port")
+    assert found["max_num_seqs"] == (12, "env", "TWOSTROKE_MAX_NUM_SEQS")
+    assert found["block_size"] == (3, "file", f"block_size in {path}")
+    assert found["dtype"][:2] == ("float32", "file")
+    assert found["host"][1] == "default"
+
+
+def test_what_is_printed_as_a_file_reads_back(tmp_path):
+    import json
+
+    _, explained = resolve({"max_model_len": 512, "enable_prefix_caching": False}, environ={})
+    path = tmp_path / "t.toml"
+    path.write_text("".join(f"{it.name} = {json.dumps(it.value)}\n" for it in explained))
+    again, _ = resolve({}, config_file=path, environ={})
+    assert again == EngineConfig(max_model_len=512, enable_prefix_caching=False)
+
+
+def test_a_secret_is_used_but_not_shown():
+    settings, explained = resolve({"api_key": "s3cret"}, environ={})
+    assert settings.api_key == "s3cret"
+    assert "s3cret" not in str(explained)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            {"max_num_sequences": 1},
+            "unknown setting --max-num-sequences; did you mean max_num_seqs?",
+        ),
+        ({"zzz": 1}, "unknown setting --zzz; see twostroke config --explain"),
+        ({"dtype": "float61"}, "choices: auto, float32, bfloat16, float16; did you mean float16?"),
+        ({"port": "many"}, "--port is 'many'; it must be a whole number"),
+        ({"port": 1.5}, "it must be a whole number"),
+        ({"port": True}, "it must be a whole number"),
+        ({"gpu_memory_utilization": "x"}, "it must be a number"),
+        ({"gpu_memory_utilization": 1.5}, r"it must be in \(0, 1\]"),
+        ({"gpu_memory_utilization": "nan"}, r"it must be in \(0, 1\]"),
+        ({"block_size": 0}, "--block-size is 0; it must be at least 1"),
+        ({"port": 70000}, "at most 65535"),
+        ({"host": 3}, "it must be text"),
+        ({"offline": "maybe"}, "it must be true or false"),
+        ({"max_num_batched_tokens": 8}, "less than --max-num-seqs 64"),
+        ({"enable_chunked_prefill": False}, "without chunked prefill"),
+        ({"tensor_parallel_size": 2}, "this release runs 1 worker"),
+        ({"shutdown_timeout_s": -1}, "at least 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_value_limit_and_hint(flags, words):
+    with pytest.raises(ConfigError, match=words):
+        resolve(flags, environ={})
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("YES", True), ("off", False)])
+def test_switches_in_the_environment(text, value):
+    settings, _ = resolve({}, environ={"TWOSTROKE_CHECK": text})
+    assert settings.check is value
+
+
+def test_an_unknown_variable_is_an_error_but_other_documented_ones_are_not():
+    resolve({}, environ=dict.fromkeys(config.OTHER_ENVIRONMENT, "x"))
+    with pytest.raises(ConfigError, match="TWOSTROKE_PROT; did you mean port"):
+        resolve({}, environ={"TWOSTROKE_PROT": "1"})
+
+
+def test_files_that_cannot_be_used(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the configuration file"):
+        resolve({}, config_file=tmp_path / "none", environ={})
+    path = tmp_path / "t.toml"
+    path.write_text("port = ")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        resolve({}, config_file=path, environ={})
+    path.write_text("prot = 1")
+    with pytest.raises(ConfigError, match=f"unknown setting prot in {path}; did you mean port"):
+        resolve({}, config_file=path, environ={})
+
+
+def test_the_cache_directory_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("TWOSTROKE_CACHE", "~/c")
+    assert config.cache_dir() == Path("~/c").expanduser()
+    monkeypatch.delenv("TWOSTROKE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert config.cache_dir() == Path("/x/twostroke")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert config.cache_dir() == Path("~/.cache/twostroke").expanduser()
