@@ -39,7 +39,7 @@ def test_every_cut_of_every_text_gives_the_whole_text():
             assert "\ufffd" not in "".join(deltas)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     data=st.one_of(st.binary(max_size=40), st.text(max_size=20).map(str.encode)),
     cuts=st.lists(st.integers(0, 40), max_size=8),
@@ -52,7 +52,7 @@ def test_deltas_join_to_the_text_up_to_the_first_stop(data, cuts, stops, include
     assert "".join(deltas) == truncated(data.decode("utf-8", "replace"), params.stop, include)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text("ab", max_size=24), stops=st.lists(st.text("ab", min_size=1, max_size=5)))
 def test_a_stop_string_is_found_wherever_the_text_is_cut(text, stops):
     for cut in range(len(text) + 1):
