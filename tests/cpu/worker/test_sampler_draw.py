@@ -79,12 +79,12 @@ def test_draws_follow_the_distribution(params: dict[str, float]):
     assert chi_square_is_plausible(counts, p)
 
 
-@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
-def test_top_p_over_a_flat_large_vocabulary_sorts_all_of_it(top_p: float):
-    """Here neither 64 nor 1,024 candidates hold the mass that top_p keeps."""
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.3), (0, 0.9), (0, 0.999), (2000, 0.4)])
+def test_over_a_flat_large_vocabulary_all_of_it_is_sorted(top_k: int, top_p: float):
+    """Here neither 64 nor 1,024 candidates hold what top-k and top-p keep."""
     logits = np.random.default_rng(1).normal(0, 0.1, 5000)
-    tokens = draw_many(logits, seed=3, count=300, top_p=top_p)
-    p = analytic(logits, top_p=top_p)
+    tokens = draw_many(logits, seed=3, count=400, top_k=top_k, top_p=top_p)
+    p = analytic(logits, top_k=top_k, top_p=top_p)
     assert (p[tokens] > 0).all()
     assert len(set(tokens.tolist())) > 200
 
@@ -110,6 +110,21 @@ def test_a_weight_of_zero_is_never_picked():
     weights = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0, 0.0]]).expand(5, -1)
     edges = torch.tensor([0.0, 1 / 3, np.nextafter(1 / 3, 0), 1 - 2**-53, 0.5], dtype=torch.float64)
     assert pick(weights, edges).tolist() == [1, 3, 1, 3, 3]
+
+
+@pytest.mark.parametrize("length", [1025, 2048, 3000])
+def test_long_rows_are_drawn_in_two_steps(length: int):
+    rng = np.random.default_rng(4)
+    weights = rng.exponential(1, length) * (rng.random(length) < 0.02)
+    weights[256:1024] = 0
+    uniform = torch.from_numpy(uniforms(np.full(DRAWS, 8, np.uint64), np.arange(DRAWS)))
+    uniform[:3] = torch.tensor([0.0, 1 - 2**-53, np.nextafter(0.5, 1)])
+    picked = pick(torch.from_numpy(weights).float().expand(DRAWS, -1), uniform)
+    counts = np.bincount(picked.numpy(), minlength=length)
+    assert counts[weights == 0].sum() == 0
+    assert picked[0] == np.flatnonzero(weights)[0]
+    assert picked[1] == np.flatnonzero(weights)[-1]
+    assert chi_square_is_plausible(counts, weights / weights.sum())
 
 
 def test_uniforms_are_uniform_and_independent():
