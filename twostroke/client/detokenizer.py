@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from twostroke.client.tokenizer import Tokenizer
 from twostroke.messages import SamplingParams
 
-_new_decoder = codecs.getincrementaldecoder("utf-8")
-
 
 class Detokenizer:
     """The text of one sample.
@@ -33,7 +31,7 @@ class Detokenizer:
         self._stops = params.stop
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
-        self._decode = _new_decoder("replace").decode
+        self._partial = b""  # the beginning of a character whose end has not come
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -56,8 +54,16 @@ class Detokenizer:
         """The sample has ended: return what was held back. A partial character becomes U+FFFD."""
         if self.stop is not None:
             return ""
-        text = self._release(self._decode(b"", True)) + self._held
+        text = self._release(self._decode(b"", final=True)) + self._held
         self._held = ""
+        return text
+
+    def _decode(self, data: bytes, *, final: bool = False) -> str:
+        """What codecs' incremental decoder does, without its layers: this runs for every token."""
+        if self._partial:
+            data = self._partial + data
+        text, num_read = codecs.utf_8_decode(data, "replace", final)
+        self._partial = data[num_read:]
         return text
 
     def _release(self, new_text: str) -> str:

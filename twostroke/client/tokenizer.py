@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from twostroke.checkpoint import Checkpoint
 
-_THREAD_CHARS = 4096  # longer texts take over 1 ms to encode: off the event loop
+_THREAD_CHARS = 2048  # longer texts take over 1 ms to encode: off the event loop
 
 
 class Tokenizer(ABC):
