@@ -121,8 +121,9 @@ async def _run(
     watch = asyncio.create_task(_watch(engine, server, process, checkpoint, listener))
     await server.serve(sockets=[listener])
     watch.cancel()
+    died = engine.dead is not None
     await engine.close()
-    return 1 if engine.dead is not None else 0
+    return 1 if died else 0
 
 
 async def _watch(
