@@ -11,13 +11,14 @@ import httpx
 import pytest
 import uvicorn
 
-from tests.pure.api.fake_core import FakeCore
+from tests.pure.api.fake_core import MAX_MODEL_LEN, FakeCore
 from twostroke.api.app import ServerState, create_app
 from twostroke.client.chat import ChatTemplate
 from twostroke.client.engine import AsyncEngine
 from twostroke.config import Explained
 from twostroke.metrics import Metrics
 from twostroke.testing.byte_tokenizer import ByteTokenizer
+from twostroke.transport import EngineChannel
 
 MODEL = "org/byte-model"
 TEMPLATE = (
@@ -28,17 +29,23 @@ TEMPLATE = (
 )
 
 
-def make_state(core: FakeCore, **overrides: Any) -> ServerState:
+def make_state(
+    channel: EngineChannel,
+    *,
+    max_model_len: int = MAX_MODEL_LEN,
+    max_num_queued_reqs: int = 64,
+    **overrides: Any,
+) -> ServerState:
     """Settings of a small server; `start` its engine inside the event loop."""
     tokenizer = ByteTokenizer()
     metrics = Metrics(model_name=MODEL)
     engine = AsyncEngine(
-        core,
+        channel,
         tokenizer,
         model_name=MODEL,
-        max_model_len=core.max_model_len,
+        max_model_len=max_model_len,
         eos_token_ids=(257,),
-        max_num_queued_reqs=64,
+        max_num_queued_reqs=max_num_queued_reqs,
         metrics=metrics,
         status_interval_s=0,
     )
@@ -50,7 +57,7 @@ def make_state(core: FakeCore, **overrides: Any) -> ServerState:
         "metrics": metrics,
         "version": "1.2.3",
         "explained": [Explained("api_key", "***", "flag", "--api-key")],
-        "max_num_queued_reqs": 64,
+        "max_num_queued_reqs": max_num_queued_reqs,
         "max_body_bytes": 1 << 16,
     }
     return ServerState(**(settings | overrides))

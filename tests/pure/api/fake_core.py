@@ -24,6 +24,7 @@ from twostroke.messages import (
 
 EOS = 257  # ByteTokenizer's
 CACHED_TOKENS = 2
+MAX_MODEL_LEN = 512
 
 
 def logprobs_of(token_id: int, k: int) -> TokenLogprobs:
@@ -46,7 +47,6 @@ class FakeCore:
         self.tokens_per_step = 1
         self.hold_after: int | None = None
         self.fail_after: int | None = None
-        self.max_model_len = 512
         self.added: list[AddRequest] = []
         self.aborted = 0
         self.calls_answered = True
@@ -71,7 +71,7 @@ class FakeCore:
                 watcher.set_result(None)
 
     def become_ready(self) -> None:
-        self._outbox.put_nowait(EngineReady(0, self.max_model_len, 1000, 16, [("fact", "1", "so")]))
+        self._outbox.put_nowait(EngineReady(0, MAX_MODEL_LEN, 1000, 16, [("fact", "1", "so")]))
 
     def die(self) -> None:
         self._outbox.put_nowait(EngineDeadError("the engine core exited with code 9"))

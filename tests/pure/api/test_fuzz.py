@@ -85,7 +85,7 @@ def check(runner: tuple[asyncio.Runner, Api], path: str, body: bytes) -> None:
 
 
 @settings(
-    max_examples=150,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -94,7 +94,7 @@ def test_fields(runner, path, body):
     check(runner, path, json.dumps(body).encode())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(path=PATHS, body=st.binary(max_size=40) | VALUES.map(lambda v: json.dumps(v).encode()))
 def test_bytes(runner, path, body):
     check(runner, path, body)
