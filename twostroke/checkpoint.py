@@ -6,6 +6,7 @@ lies, its shape, its chat template and the name the API gives it.
 """
 
 import dataclasses
+import errno
 import json
 import re
 from collections.abc import Callable
@@ -57,7 +58,7 @@ def resolve(config: EngineConfig, progress: Progress | None = None) -> Checkpoin
     if name in ("", "default"):
         path = download.fetch_default_model(offline=config.offline, progress=progress)
         served_name = served_name or DEFAULT_MODEL_NAME
-    elif (local := Path(name).expanduser()).exists():
+    elif (local := _local_path(name)) is not None:
         path = local
     elif _looks_like_path(name):
         raise ModelError(f"model {name!r} does not exist: no such file or directory")
@@ -73,6 +74,19 @@ def resolve(config: EngineConfig, progress: Progress | None = None) -> Checkpoin
         )
     checkpoint = open_checkpoint(path, name=name, load_format=config.load_format)
     return dataclasses.replace(checkpoint, served_name=served_name or checkpoint.served_name)
+
+
+def _local_path(name: str) -> Path | None:
+    """The existing file or directory of this name, if any."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except RuntimeError:  # ~somebody who has no home
+        return None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return None
+        raise ModelError(f"cannot read {name}: {error.strerror}") from None
 
 
 def _looks_like_path(name: str) -> bool:

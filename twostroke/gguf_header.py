@@ -301,7 +301,7 @@ def shape_of(file: GgufFile) -> ModelShape:
     Raises ModelError naming the metadata key that is missing or not a sane value, and
     UnsupportedModelError for an architecture or feature that this engine does not run.
     """
-    architecture = file.metadata.get("general.architecture")
+    architecture = _single(file, "general.architecture")
     if architecture not in _ARCHITECTURES:
         raise UnsupportedModelError(
             f"{file.path}: general.architecture {architecture!r} is not supported",
@@ -309,13 +309,13 @@ def shape_of(file: GgufFile) -> ModelShape:
         )
     names = {key: f"{architecture}.{name}" for key, name in (_KEYS | _ROPE_KEYS).items()}
     names |= {key: f"tokenizer.ggml.{key}" for key in ("bos_token_id", "eos_token_id")}
-    config = {key: _single(file.metadata.get(names[key])) for key in _KEYS}
+    config = {key: _single(file, names[key]) for key in _KEYS}
     _refuse_unsupported(file, architecture, config)
     embedding = file.tensors.get("token_embd.weight")
     if config["vocab_size"] is None and embedding is not None:
         config["vocab_size"] = embedding.shape[0]
     special = ("eos", "eot", "eom")  # all three end an answer
-    ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in special]
+    ends = [_single(file, f"tokenizer.ggml.{name}_token_id") for name in special]
     config |= {
         "model_type": _ARCHITECTURES[architecture],
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -324,7 +324,7 @@ def shape_of(file: GgufFile) -> ModelShape:
         "norm_topk_prob": True,
         "dtype": _dtype(file),
         "rope_parameters": _rope_parameters(file, names),
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": _single(file, "tokenizer.ggml.bos_token_id"),
         "eos_token_id": [end for end in ends if end is not None],
     }
     shape = from_hf_config(config, source=str(file.path), shown=names)
@@ -334,42 +334,45 @@ def shape_of(file: GgufFile) -> ModelShape:
     return shape
 
 
-def _single(value: Any) -> Any:
-    """The value of an array of equal ones (some files give head counts per layer)."""
+def _single(file: GgufFile, key: str) -> Any:
+    """A value that is one number or text; an array of equal ones counts as one, because some
+    files give head counts per layer. None when it is absent."""
+    value = file.metadata.get(key)
     if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
         return value[0].item()
+    if isinstance(value, np.ndarray | list):
+        raise ModelError(f"{file.path}: {key} has {len(value)} values; one is needed")
     return value
 
 
 def _refuse_unsupported(file: GgufFile, architecture: str, config: dict[str, Any]) -> None:
-    def refuse(key: str, hint: str) -> UnsupportedModelError:
-        value = file.metadata.get(key)
-        return UnsupportedModelError(f"{file.path}: {key} {value!r} is not supported", hint=hint)
+    def refuse(name: str, hint: str) -> UnsupportedModelError:
+        key = f"{architecture}.{name}"
+        return UnsupportedModelError(
+            f"{file.path}: {key} {file.metadata.get(key)!r} is not supported", hint=hint
+        )
 
     if architecture == "llama" and config["num_experts"]:
-        raise refuse("llama.expert_count", "Mixtral is not among the supported models")
+        raise refuse("expert_count", "Mixtral is not among the supported models")
     if config.pop("sliding_window") is not None:
         raise refuse(
-            f"{architecture}.attention.sliding_window",
+            "attention.sliding_window",
             "only models that attend to their whole context are supported",
         )
-    head_dim = config["head_dim"]
-    if head_dim is None and isinstance(config["num_attention_heads"], int):
-        # Here, unlike in config.json, the head size always follows from the others.
-        embedding_length = config["hidden_size"]
-        if isinstance(embedding_length, int) and config["num_attention_heads"] > 0:
-            head_dim = config["head_dim"] = embedding_length // config["num_attention_heads"]
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if config["head_dim"] is None and isinstance(hidden, int) and isinstance(heads, int) and heads:
+        # Here, unlike in config.json, the default always follows from the other two.
+        config["head_dim"] = hidden // heads
     for name in ("attention.value_length", "rope.dimension_count"):
-        value = file.metadata.get(f"{architecture}.{name}")
-        if value is not None and value != head_dim:
-            raise refuse(f"{architecture}.{name}", f"it must equal the head size {head_dim}")
+        if _single(file, f"{architecture}.{name}") not in (None, config["head_dim"]):
+            raise refuse(name, f"it must equal the head size, {config['head_dim']}")
 
 
 def _rope_parameters(file: GgufFile, names: dict[str, str]) -> dict[str, Any]:
-    rope = {key: file.metadata.get(names[key]) for key in _ROPE_KEYS}
+    rope = {key: _single(file, names[key]) for key in _ROPE_KEYS}
     if rope["rope_type"] in (None, "none"):
         return {}
-    attention_factor = file.metadata.get(f"{names['rope_type'].removesuffix('type')}attn_factor")
+    attention_factor = _single(file, f"{names['rope_type'].removesuffix('type')}attn_factor")
     if isinstance(attention_factor, float) and isinstance(rope["factor"], float):
         # llama.cpp multiplies YaRN's own factor by this one.
         rope["attention_factor"] = attention_factor * (0.1 * math.log(max(rope["factor"], 1)) + 1)

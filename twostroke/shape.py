@@ -7,6 +7,7 @@ a config means here what it means there.
 """
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ MAX_HEADS = 4096
 MAX_HEAD_DIM = 1024
 MAX_POSITIONS = 1 << 27
 MAX_EXPERTS = 4096
+MAX_EXPERTS_OF_ALL_LAYERS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -198,9 +200,14 @@ class _Keys:
         return UnsupportedModelError(f"{self.name(key)} {value} is not supported", hint=hint)
 
 
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = 80
+_brief.maxdict = 8
+
+
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """For messages: whatever the file holds, however long or deep."""
+    return _brief.repr(value)
 
 
 def from_hf_config(
@@ -380,6 +387,11 @@ def _scaled_positions(positions: int, scaling: RopeScaling | None) -> int:
 def _experts(keys: _Keys, layers: int) -> dict[str, Any]:
     count_key = "num_experts" if keys.get("num_experts") is not None else "num_local_experts"
     experts = keys.integer(count_key, MAX_EXPERTS)
+    if experts * layers > MAX_EXPERTS_OF_ALL_LAYERS:
+        raise ModelError(
+            f"{keys.name(count_key)} is {experts} in each of {layers} layers; "
+            f"at most {MAX_EXPERTS_OF_ALL_LAYERS:,} in all"
+        )
     step = keys.integer("decoder_sparse_step", MAX_LAYERS, default=1)
     dense = keys.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(
