@@ -60,7 +60,7 @@ class EngineConfig:
     # model
     model: str = _setting("", "model: a Hugging Face id, a directory, a .gguf file; empty: SmolLM2")
     served_model_name: str = _setting("", "name in the API; default: derived from the model")
-    tokenizer: str = _setting("", "tokenizer directory or id, when not the model's own")
+    tokenizer: str = _setting("", "tokenizer: a directory or a .gguf file, when not the model's own")
     chat_template: str = _setting("", "file with a jinja2 chat template, when not the model's own")
     revision: str = _setting("main", "branch, tag or commit of a Hugging Face id")
     offline: bool = _setting(False, "never download; say what is missing")

@@ -80,13 +80,18 @@ async def _run(
 ) -> int:
     tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint, config.tokenizer)
     name = config.served_model_name or checkpoint.served_name
-    metrics = Metrics(model_name=name, prefix=config.metrics_prefix)
+    metrics = Metrics(
+        model_name=name,
+        prefix=config.metrics_prefix,
+        max_model_len=checkpoint.shape.max_position_embeddings,
+    )
     engine = AsyncEngine(
         process.channel,
         tokenizer,
         model_name=name,
         max_model_len=checkpoint.shape.max_position_embeddings,
         eos_token_ids=checkpoint.shape.eos_token_ids,
+        vocab_size=checkpoint.shape.vocab_size,
         max_num_queued_reqs=config.max_num_queued_reqs,
         metrics=metrics,
         default_seed=config.seed,
