@@ -199,7 +199,7 @@ class _Completions:
         scores: list[TokenLogprobs | None] | None,
     ) -> CompletionChoice | None:
         """What an output adds to its choice; None when it has nothing to tell yet."""
-        is_new, sample.is_new = sample.is_new, False
+        is_new = sample.is_new
         choice = CompletionChoice(number, output.text, finish_reason=output.finish_reason)
         if output.finish_reason is not None:
             choice.stop_reason = output.stop_reason
@@ -218,8 +218,10 @@ class _Completions:
             choice.token_ids = output.token_ids
             if is_new:
                 choice.prompt_token_ids = sample.prompt.token_ids
-        tells = choice.text or choice.finish_reason or choice.logprobs or choice.token_ids
-        return choice if tells else None
+        if not (choice.text or choice.finish_reason or choice.logprobs or choice.token_ids):
+            return None
+        sample.is_new = False
+        return choice
 
     def _chunk(self, usage: UsageCounter, choice: CompletionChoice | None) -> Completion:
         chunk = Completion(

@@ -39,7 +39,8 @@ class FakeCore:
     """Answers every prompt with `reply(prompt bytes)`, `tokens_per_step` bytes a step, then EOS.
 
     `hold_after` is the number of tokens after which it falls silent until the request is aborted;
-    `fail_after` the number after which it ends the request with an error.
+    `fail_after` the number after which it ends the request with an error. `late_turns` is how many
+    turns of the loop the very first request starts late.
     """
 
     def __init__(self, reply: Callable[[bytes], bytes] = lambda prompt: prompt) -> None:
@@ -47,6 +48,7 @@ class FakeCore:
         self.tokens_per_step = 1
         self.hold_after: int | None = None
         self.fail_after: int | None = None
+        self.late_turns = 0
         self.added: list[AddRequest] = []
         self.aborted = 0
         self.calls_answered = True
@@ -83,8 +85,9 @@ class FakeCore:
             self._open[message.handle] = loop.create_task(self._run(message))
         elif isinstance(message, AbortRequests):
             for handle in message.handles:
-                self._open.pop(handle).cancel()
-                self.aborted += 1
+                if (task := self._open.pop(handle, None)) is not None:
+                    task.cancel()
+                    self.aborted += 1
         elif isinstance(message, UtilityCall) and self.calls_answered:
             result = [{"request_id": add.request_id} for add in self.added]
             self._outbox.put_nowait(UtilityReply(message.call_id, result))
@@ -105,6 +108,8 @@ class FakeCore:
         ends = FinishReason.STOP
         if len(tokens) > add.max_tokens:
             tokens, ends = tokens[: add.max_tokens], FinishReason.LENGTH
+        for _ in range(self.late_turns if add is self.added[0] else 0):
+            await asyncio.sleep(0)
         at = 0
         while at < len(tokens):
             await asyncio.sleep(0)

@@ -194,6 +194,12 @@ async def test_healthy(api: Api):
     assert api.core.added[0].max_tokens == 1
 
 
+async def test_a_deep_check_fails_when_no_token_comes(api: Api):
+    api.core.fail_after = 0
+    error = (await api.get("/health?deep=1", 503))["error"]
+    assert "logits are not finite" in error["message"]
+
+
 async def test_while_loading(core):
     api = Api(core, make_state(core))
     response = await api.http.post(PATH, json=CHAT)

@@ -1,7 +1,10 @@
+import msgspec
 import pytest
 
 from tests.pure.api.conftest import MODEL, Api
 from tests.pure.api.fake_core import CACHED_TOKENS
+from twostroke.api.chat import fold
+from twostroke.api.protocol import ChatChunk
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "héllo 👋"}]
@@ -44,6 +47,40 @@ async def test_stream(api: Api):
         assert "".join(c["delta"]["content"] for c in choices) == RENDERED
         ends = [choice["finish_reason"] for choice in choices]
         assert ends == [None] * (len(ends) - 1) + ["stop"]
+
+
+async def test_the_answer_is_the_fold_of_the_stream(api: Api):
+    fields = {
+        "messages": USER,
+        "n": 2,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "return_token_ids": True,
+        "stop": "assi",
+    }
+    answer = await api.post(PATH, **fields)
+    *events, _ = await api.events(PATH, stream_options={"include_usage": True}, **fields)
+    assert len(events) > 20
+
+    async def chunks():
+        for event in events:
+            yield msgspec.convert(event, ChatChunk)
+
+    folded = msgspec.to_builtins(await fold(chunks()))
+    for whole in (answer, folded):
+        del whole["id"], whole["created"]
+    assert folded == answer
+
+
+async def test_a_bug_in_the_middle_of_a_stream(api: Api, caplog, monkeypatch):
+    def broken(token_id):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("twostroke.api.chat.chat_logprobs", broken)
+    role, error = await api.events(PATH, messages=USER, logprobs=True)
+    assert role["choices"][0]["delta"]["role"] == "assistant"
+    assert error["error"]["type"] == "server_error"
+    assert "failed in its stream" in caplog.text
 
 
 @pytest.mark.parametrize("continuous", [False, True])
@@ -158,6 +195,10 @@ async def test_template_options(api: Api):
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
         ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+        ),
         ({"messages": USER, "top_logprobs": 2}, "top_logprobs"),
         ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": USER, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
@@ -188,10 +229,14 @@ async def test_refused_by_name(api: Api, fields, param):
 
 
 async def test_bad_tool_arguments_name_the_call(api: Api):
-    call = {"function": {"name": "f", "arguments": "[]"}}
-    message = {"role": "assistant", "tool_calls": [call]}
-    error = await api.refuse(PATH, messages=[message])
-    assert error["param"] == "messages[0].tool_calls[0].function.arguments"
+    for arguments in ("[]", "{", ""):
+        call = {"function": {"name": "f", "arguments": arguments}}
+        message = {"role": "assistant", "tool_calls": [call]}
+        if arguments:
+            error = await api.refuse(PATH, messages=[message])
+            assert error["param"] == "messages[0].tool_calls[0].function.arguments"
+        else:  # a call without arguments
+            await api.post(PATH, messages=[message])
 
 
 async def test_without_a_template_the_hint_is_completions(api: Api):

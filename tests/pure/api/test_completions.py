@@ -1,7 +1,10 @@
+import msgspec
 import pytest
 
 from tests.pure.api.conftest import MODEL, Api
 from tests.pure.api.fake_core import CACHED_TOKENS
+from twostroke.api.completions import fold
+from twostroke.api.protocol import Completion
 
 PATH = "/v1/completions"
 
@@ -77,6 +80,37 @@ async def test_echo_with_logprobs(api: Api, stream, n):
         assert mine["token_logprobs"] == [None, -1.0, -1.0, -1.0, -1.0]
 
 
+async def test_the_answer_is_the_fold_of_the_stream(api: Api):
+    fields = {
+        "prompt": ["hé", "👍"],
+        "n": 2,
+        "echo": True,
+        "logprobs": 1,
+        "return_token_ids": True,
+        "stop": "é",
+    }
+    answer = await api.post(PATH, **fields)
+    *events, _ = await api.events(PATH, stream_options={"include_usage": True}, **fields)
+
+    async def chunks():
+        for event in events:
+            yield msgspec.convert(event, Completion)
+
+    folded = msgspec.to_builtins(await fold(chunks()))
+    for whole in (answer, folded):
+        del whole["id"], whole["created"]
+    assert folded == answer
+
+
+async def test_samples_wait_for_the_prompts_logprobs(api: Api):
+    api.core.late_turns = 20
+    *events, _ = await api.events(PATH, prompt="hi", n=2, echo=True, logprobs=0, max_tokens=4)
+    for index in (0, 1):
+        choices = [c for event in events for c in event["choices"] if c["index"] == index]
+        assert "".join(choice["text"] for choice in choices) == "hihi"
+        assert choices[0]["logprobs"]["token_logprobs"][:2] == [None, -1.0]
+
+
 async def test_scoring_a_prompt_makes_no_text(api: Api):
     answer = await api.post(PATH, prompt=[104, 105], echo=True, logprobs=0, max_tokens=0)
     choice = answer["choices"][0]
@@ -134,3 +168,11 @@ async def test_refused_by_name(api: Api, fields, param):
 async def test_best_of_n_is_n(api: Api):
     answer = await api.post(PATH, prompt="a", n=2, best_of=2)
     assert len(answer["choices"]) == 2
+
+
+async def test_an_echo_is_not_lost_when_the_first_token_has_no_text_yet(api: Api):
+    *events, _ = await api.events(PATH, prompt="👍", echo=True, max_tokens=8)
+    texts = [choice["text"] for event in events for choice in event["choices"]]
+    assert "".join(texts) == "👍👍"
+    *events, _ = await api.events(PATH, prompt="👍", max_tokens=8)
+    assert [choice["text"] for event in events for choice in event["choices"]] == ["👍", ""]
