@@ -116,8 +116,7 @@ class SeatTable:
             token_ids=token_ids,
             positions=positions,
             query_start=query_start,
-            # Decoded from a message it is read-only and may be unaligned: kernels get a copy.
-            num_computed=plan.num_computed.copy(),
+            num_computed=plan.num_computed,
             block_tables=self.block_ids[plan.slots, :widest],
         )
 

@@ -26,11 +26,7 @@ CPU_POOL_CAP_BYTES = 4 * GIB
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of the device before and after the weights: what the pool may be taken from.
-
-    `budget_bytes` is left for the pool once weights and activations have theirs; `reason` says how
-    it came about.
-    """
+    """What is left for the pool once weights and activations have theirs, and how it came about."""
 
     budget_bytes: int
     reason: str

@@ -64,23 +64,10 @@ class ModelRunner:
             dtype=dtype_name,
             block_size=config.block_size,
         )
-        activation_bytes = estimate_activations(config, shape, dtype.itemsize)
-        if self.device.type == "cpu":
-            memory = pool.cpu_memory(
-                config.gpu_memory_utilization,
-                free_bytes,
-                weight_bytes=self.model.weight_bytes,
-                activation_bytes=activation_bytes,
-            )
-        else:
-            free, total = torch.cuda.mem_get_info(self.device)
-            memory = pool.gpu_memory(
-                config.gpu_memory_utilization, free, total, activation_bytes=activation_bytes
-            )
         size = pool.size_pool(
             config,
             layout,
-            memory,
+            self._memory(config, free_bytes, estimate_activations(config, shape, dtype.itemsize)),
             model_max_len=shape.max_position_embeddings,
             device=self.device.type,
         )
@@ -105,6 +92,21 @@ class ModelRunner:
         # Seats whose prompt log-probs are wanted: how many of the top, else -1.
         self._prompt_logprobs = np.full(config.max_num_seqs, -1, np.int32)
         self._warm_up(progress)
+
+    def _memory(self, config: EngineConfig, free_bytes: int, activation_bytes: int) -> pool.Memory:
+        """What is left for the KV pool; on a CPU `free_bytes` were free before the weights came."""
+        utilization = config.gpu_memory_utilization
+        if self.device.type == "cpu":
+            return pool.cpu_memory(
+                utilization,
+                free_bytes,
+                weight_bytes=self.model.weight_bytes,
+                activation_bytes=activation_bytes,
+            )
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        return pool.gpu_memory(
+            utilization, free_bytes, total_bytes, activation_bytes=activation_bytes
+        )
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises PlanError for a plan that contradicts the ones before."""
