@@ -22,6 +22,7 @@ from twostroke.connector.base import KvConnectorScheduler
 from twostroke.core.request import Request, Status
 from twostroke.core.results import Outcome, Results, handles_of
 from twostroke.core.scheduler import Scheduler, Step
+from twostroke.core.spec import PlanRules
 from twostroke.core.state import EngineState
 from twostroke.kv.manager import IntegrityError
 from twostroke.messages import (
@@ -64,7 +65,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.state, faithful=faithful)
         self._results = Results(self.state)
         self._clock = clock
-        self._check = check
+        self._rules = PlanRules(self.state, self.scheduler.token_budget) if check else None
         self._faithful = faithful
         self._in_flight: deque[Step] = deque()
         self._next_uid = 0
@@ -167,6 +168,9 @@ class EngineCore:
         self._in_flight.append(step)
         self._note_step(step, now)
         plan = self._plan_of(step)
+        if self._rules is not None:
+            self._rules.check(plan)
+            self.check_integrity()
         return plan
 
     def _note_step(self, step: Step, now: float) -> None:
@@ -218,6 +222,8 @@ class EngineCore:
         step = self._in_flight.popleft()
         if result.step != step.number:
             raise IntegrityError(f"result of step {result.step} while {step.number} is due")
+        if self._rules is not None:
+            self._rules.observe(result)
         outcome = self._results.apply(step, result)
         now = self._clock.now()
         for handle in outcome.first_tokens:

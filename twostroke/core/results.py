@@ -100,7 +100,8 @@ class Results:
             seats.placeholders[slots] = pending
             full = np.minimum(seats.computed[slots] - pending, after)
             fills = full >= seats.register_at[slots]
-            self._register(slots[fills], full[fills])
+            if fills.any():
+                self._register(slots[fills], full[fills])
         outcome.num_kept[plain] = 1
         return np.flatnonzero(slow).tolist()
 
@@ -108,10 +109,10 @@ class Results:
         """Enter blocks that became full of known tokens into the prefix cache."""
         state = self._state
         state.seats.hash_blocks(slots, full)
-        for slot, tokens in zip(slots.tolist(), full.tolist(), strict=True):
-            request = state.request_at(slot)
+        requests = [state.request_at(slot) for slot in slots.tolist()]
+        for request, tokens in zip(requests, full.tolist(), strict=True):
             state.kv.register(request.table, tokens)
-            state.seats.refresh_table(request)
+        state.seats.refresh_tables(requests)
 
     def _trim_tokens(self, result: StepResult, starts: Int32s, outcome: Outcome) -> None:
         """Keep the first `num_kept` tokens of each row in the outcome's flat tokens."""

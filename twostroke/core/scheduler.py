@@ -75,7 +75,7 @@ class Scheduler:
         self._faithful = faithful
         self._num_steps = 0
         self._admitted_counts: list[int] = []
-        self._token_budget = _budget_of(state.config)
+        self.token_budget = _budget_of(state.config)
         drafting = self.config.num_spec_tokens > 0 and self.config.spec_method != "ngram"
         self._lookahead = self.config.num_spec_tokens if drafting else 0
 
@@ -86,7 +86,7 @@ class Scheduler:
 
         `idle` says that no other step is in flight.
         """
-        step = Step(self._num_steps, self._token_budget)
+        step = Step(self._num_steps, self.token_budget)
         self._num_steps += 1
         counts = self._schedule_running(step)
         if not step.preempted:
@@ -138,44 +138,62 @@ class Scheduler:
         # A step in flight certainly ends these.
         wanted[(pending > 0) & (computed + 2 - pending >= seats.end[slots])] = 0
         np.maximum(wanted, 0, out=wanted)
-        before = np.cumsum(wanted)
-        if before[-1] > step.budget:
-            before -= wanted
+        if int(wanted.sum()) > step.budget:
+            before = np.cumsum(wanted) - wanted
             wanted = np.clip(step.budget - before, 0, wanted).astype(np.int32)
         after = computed + wanted
         needed = np.minimum(after + self._lookahead, config.max_model_len)
         full = np.minimum(after, known)
         fills = full >= seats.register_at[slots]
-        busy = (needed > seats.room[slots]) | fills | (computed >= seats.window_at[slots])
+        busy = (needed > seats.room[slots]) | fills
+        if config.sliding_window is not None:
+            busy |= computed >= seats.window_at[slots]
         busy &= wanted > 0
         places = np.flatnonzero(busy)
+        stop = None
         if len(places):
             fills &= busy
             seats.hash_blocks(slots[fills], full[fills])
-        for place in places.tolist():
-            slot = int(slots[place])
-            if not self._grow(
-                step, slot, int(computed[place]), int(needed[place]), int(full[place])
-            ):
-                counts[start : start + place] = wanted[:place]
-                step.budget -= int(wanted[:place].sum())
-                counts[start + place] = wanted[place]
-                return start + place
-        counts[start:] = wanted
-        step.budget -= int(wanted.sum())
-        return None
+            grown = self._grow_rows(
+                step, slots[places], computed[places], needed[places], full[places]
+            )
+            if grown < len(places):
+                stop = int(places[grown])
+                counts[start + stop] = wanted[stop]
+        counts[start : start + stop if stop is not None else None] = wanted[:stop]
+        step.budget -= int(wanted[:stop].sum())
+        return None if stop is None else start + stop
 
-    def _grow(self, step: Step, slot: int, computed: int, needed: int, full: int) -> bool:
-        """Blocks for one running row, and registration of those it fills."""
-        request = self.state.request_at(slot)
-        taken = self.kv.grow(request.table, computed, needed)
-        if taken is None:
-            return False
-        if taken:
-            step.grown.setdefault(slot, []).extend(taken)
-        self.kv.register(request.table, full)
-        self.seats.refresh_table(request)
-        return True
+    def _grow_rows(
+        self, step: Step, slots: Int32s, computed: Int32s, needed: Int32s, full: Int32s
+    ) -> int:
+        """Blocks for running rows, and registration of those they fill; how many rows succeeded.
+
+        Rows that need one block each are served from the front of the free list in row order,
+        together; one by one only near the end of the pool, or with a window.
+        """
+        seats, kv = self.seats, self.kv
+        requests = [self.state.request_at(slot) for slot in slots.tolist()]
+        short = np.maximum(needed - seats.room[slots] + (kv.block_size - 1), 0) // kv.block_size
+        counts = short.tolist()
+        done = len(requests)
+        if self.config.sliding_window is None and sum(counts) <= kv.num_free:
+            tables = [request.table for request in requests]
+            for request, new in zip(requests, kv.take_for(tables, counts), strict=True):
+                if new:
+                    step.grown.setdefault(request.slot, []).extend(new)
+        else:
+            for index, request in enumerate(requests):
+                taken = kv.grow(request.table, int(computed[index]), int(needed[index]))
+                if taken is None:
+                    done = index
+                    break
+                if taken:
+                    step.grown.setdefault(request.slot, []).extend(taken)
+        for request, tokens in zip(requests[:done], full.tolist(), strict=False):
+            kv.register(request.table, tokens)
+        seats.refresh_tables(requests[:done])
+        return done
 
     # ------------------------------------------------------------ preemption
 
@@ -186,10 +204,8 @@ class Scheduler:
 
         Returns its index and the counts, both shifted by the victims that left before it.
         """
-        state, seats, slot = self.state, self.seats, request.slot
-        computed = int(seats.computed[slot])
-        needed = min(computed + wanted + self._lookahead, self.config.max_model_len)
-        full = min(computed + wanted, int(seats.known[slot]))
+        state = self.state
+        row = self._growth_of(request.slot, wanted)
         while True:
             place = self._victim_place()
             victim = self.state.request_at(int(self.state.order[place]))
@@ -203,8 +219,15 @@ class Scheduler:
             counts = np.delete(counts, place)
             state.preempt(place)
             step.preempted.append(victim)
-            if victim is request or self._grow(step, slot, computed, needed, full):
+            if victim is request or self._grow_rows(step, *row):
                 return index, counts
+
+    def _growth_of(self, slot: int, wanted: int) -> tuple[Int32s, Int32s, Int32s, Int32s]:
+        """One row's seat, computed tokens, slots needed and full tokens, as `_grow_rows` asks."""
+        slots = np.array([slot], np.int32)
+        computed = self.seats.computed[slots]
+        needed = np.minimum(computed + wanted + self._lookahead, self.config.max_model_len)
+        return slots, computed, needed, np.minimum(computed + wanted, self.seats.known[slots])
 
     def _victim_place(self) -> int:
         """Place in `running` of the request that memory pressure takes first."""

@@ -11,7 +11,7 @@ a registration, a stop check?" is one comparison per row:
     stop_at       length at which it certainly stops
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -44,8 +44,8 @@ class Seats:
         self.end: Int32s = column()  # prompt + max_tokens
         self.stop_at: Int32s = column()
         self.room: Int32s = column()
-        self.register_at: Int32s = column()
-        self.window_at: Int32s = column()
+        self.register_at: Int32s = np.full(num_seats, NEVER, np.int32)
+        self.window_at: Int32s = np.full(num_seats, NEVER, np.int32)
         self.num_keys: Int32s = column()  # blocks whose prefix key is known
         self.special: Bools = np.zeros(num_seats, np.bool_)  # its results need Python
         self.sums = np.zeros((num_seats, LANES), np.uint64)
@@ -112,16 +112,18 @@ class Seats:
         self.placeholders[slot] = request.num_placeholders
         self.special[slot] = request.frames_to_discard > 0
         self.num_keys[slot] = len(request.table.keys)
-        self.refresh_table(request)
+        self.refresh_tables([request])
 
-    def refresh_table(self, request: Request) -> None:
-        """Recompute the thresholds that follow from the request's block table."""
-        slot, table, size = request.slot, request.table, self._kv.block_size
-        self.room[slot] = len(table.blocks) * size
-        self.register_at[slot] = (
-            ((table.num_registered or 0) + 1) * size if self._kv.caching else NEVER
-        )
-        self.window_at[slot] = self._kv.window_boundary(table)
+    def refresh_tables(self, requests: Sequence[Request]) -> None:
+        """Recompute the thresholds that follow from the block tables of seated requests."""
+        kv, size = self._kv, self._kv.block_size
+        slots = [request.slot for request in requests]
+        tables = [request.table for request in requests]
+        self.room[slots] = [len(table.blocks) * size for table in tables]
+        if kv.caching:
+            self.register_at[slots] = [((t.num_registered or 0) + 1) * size for t in tables]
+        if kv.windowed:
+            self.window_at[slots] = [kv.window_boundary(table) for table in tables]
 
     # ------------------------------------------------------------ tokens
 

@@ -11,15 +11,13 @@ With a window W, the leading blocks that no later token can see are replaced by 
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from twostroke.config import SchedulerConfig
 from twostroke.errors import TwostrokeError
 from twostroke.kv.blocks import NULL_BLOCK, BlockPool
 from twostroke.kv.prefix import PrefixHasher, PrefixMap, UInt64s
 from twostroke.messages import Int32s
-
-_NEVER = 2**31 - 1
 
 
 class IntegrityError(TwostrokeError):
@@ -90,6 +88,10 @@ class KvManager:
         """Share of the usable blocks that some request holds."""
         usable = self.pool.num_usable
         return 1 - self.pool.num_free / usable if usable else 0.0
+
+    @property
+    def windowed(self) -> bool:
+        return self._window is not None
 
     def blocks_at_once(self, num_tokens: int) -> int:
         """Blocks that one request of `num_tokens` tokens must be able to hold at the same time."""
@@ -223,6 +225,17 @@ class KvManager:
             return None
         return self._take(table, count)
 
+    def take_for(self, tables: Sequence[BlockTable], counts: list[int]) -> list[list[int]]:
+        """Append `counts[i]` new blocks to each table, in order; there must be enough."""
+        taken = self._fresh(sum(counts))
+        shares, start = [], 0
+        for table, count in zip(tables, counts, strict=True):
+            share = taken[start : start + count]
+            table.blocks += share
+            shares.append(share)
+            start += count
+        return shares
+
     def allocate(
         self,
         table: BlockTable,
@@ -287,12 +300,17 @@ class KvManager:
             self._take(table, self.blocks_for(present) - len(table.blocks))
 
     def _take(self, table: BlockTable, count: int) -> list[int]:
+        taken = self._fresh(count)
+        table.blocks += taken
+        return taken
+
+    def _fresh(self, count: int) -> list[int]:
+        """Blocks from the front of the free list, stripped of their keys."""
         taken = self.pool.take(count)
         key_of = self._map.key_of
         for block in taken:
             if key_of[block] is not None:
                 self._evict(block)
-        table.blocks += taken
         return taken
 
     def _release_unseen(self, table: BlockTable, num_computed: int) -> None:
@@ -308,8 +326,7 @@ class KvManager:
 
     def window_boundary(self, table: BlockTable) -> int:
         """Number of computed tokens at which the next block of `table` is out of the window."""
-        if self._window is None:
-            return _NEVER
+        assert self._window is not None
         nulls = 0
         for block in table.blocks:
             if block != NULL_BLOCK:
