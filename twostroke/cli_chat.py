@@ -127,7 +127,7 @@ def _converse(conversation: Conversation) -> None:
 
     with contextlib.suppress(ImportError):  # gives input() line editing and history
         import readline  # noqa: F401
-    notes = Console(stderr=True, highlight=False)
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
     name = get_json(conversation.client, "/v1/models")["data"][0]["id"]
     notes.print(
         f"{name} at {conversation.client.base_url}. Ctrl-C stops an answer, Ctrl-D ends.",
