@@ -58,9 +58,11 @@ class EngineConfig:
     """The resolved settings of one engine and its API process. None means: derived at start."""
 
     # model
-    model: str = _setting("", "model: a Hugging Face id, a directory, a .gguf file; empty: SmolLM2")
+    model: str = _setting("", "a Hugging Face id, a directory or a .gguf file; empty: SmolLM2")
     served_model_name: str = _setting("", "name in the API; default: derived from the model")
-    tokenizer: str = _setting("", "tokenizer: a directory or a .gguf file, when not the model's own")
+    tokenizer: str = _setting(
+        "", "tokenizer: a directory or a .gguf file, when not the model's own"
+    )
     chat_template: str = _setting("", "file with a jinja2 chat template, when not the model's own")
     revision: str = _setting("main", "branch, tag or commit of a Hugging Face id")
     offline: bool = _setting(False, "never download; say what is missing")
@@ -250,8 +252,8 @@ def _check(config: EngineConfig) -> None:
         config.max_model_len > config.max_num_batched_tokens or config.max_model_len == 0
     ):
         raise ConfigError(
-            f"without chunked prefill --max-num-batched-tokens {config.max_num_batched_tokens} must "
-            f"hold the longest prompt (--max-model-len {config.max_model_len or 'of the model'})",
+            f"without chunked prefill --max-num-batched-tokens {config.max_num_batched_tokens} "
+            f"must hold the longest prompt (--max-model-len {config.max_model_len or 'unset'})",
             hint="set --max-model-len to at most --max-num-batched-tokens",
         )
     if config.tensor_parallel_size > 1:

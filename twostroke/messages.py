@@ -333,7 +333,7 @@ class StepResult(msgspec.Struct, tag="result", kw_only=True):
 
 def _encode_array(obj: Any) -> Any:
     if isinstance(obj, np.ndarray):
-        return [obj.dtype.str, memoryview(np.ascontiguousarray(obj)).cast("B")]
+        return [obj.dtype.str, np.ascontiguousarray(obj).data.cast("B")]
     raise NotImplementedError(f"cannot encode {type(obj)}")
 
 

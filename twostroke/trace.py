@@ -1,8 +1,8 @@
 """Chrome traces: who worked when, on one time axis over all processes.
 
-Each process appends complete events, one JSON object a line, to the same file (`O_APPEND` keeps lines
-whole), so a crash loses at most what was not flushed. `finish` closes the JSON array; without it
-Perfetto and chrome://tracing still read the file. Open it at ui.perfetto.dev.
+Each process appends complete events, one JSON object a line, to the same file (`O_APPEND` keeps
+lines whole), so a crash loses at most what was not flushed. `finish` closes the JSON array; without
+it Perfetto and chrome://tracing still read the file. Open it at ui.perfetto.dev.
 """
 
 import json

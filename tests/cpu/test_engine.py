@@ -1,7 +1,7 @@
 """The whole engine in one process, without sockets: core, executor, tiny model.
 
-The promise under test: greedy tokens depend on the prompt alone - not on the batch, the chunk size, the
-prefix cache, preemption, or whether two steps are in flight.
+The promise under test: greedy tokens depend on the prompt alone - not on the batch, the chunk size,
+the prefix cache, preemption, or whether two steps are in flight.
 """
 
 from collections import defaultdict

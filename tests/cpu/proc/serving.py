@@ -1,4 +1,4 @@
-"""Runs `twostroke serve` as a user would, in a process group of its own, for the tests beside it."""
+"""Runs `twostroke serve` as a user would, in a process group of its own."""
 
 import contextlib
 import os

@@ -78,8 +78,11 @@ def test_the_core_is_killed(tiny_dir: Path) -> None:
 
         def wait_for_tokens() -> None:
             body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
-            with served.client() as client, client.stream("POST", "/v1/completions", json=body) as r:
-                for line in r.iter_lines():
+            with (
+                served.client() as client,
+                client.stream("POST", "/v1/completions", json=body) as reply,
+            ):
+                for line in reply.iter_lines():
                     streaming.set()
                     if "error" in line:
                         errors.append(json.loads(line.removeprefix("data: "))["error"])
