@@ -161,13 +161,14 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 class RequestLogprobs(msgspec.Struct, array_like=True):
     """Log-probabilities of one request in one step, in token order.
 
-    `prompt` is True for prompt positions (the first position of a prompt has none and is not
-    sent). Prompt log-probs may arrive in several pieces, chunk by chunk, in order.
+    `prompt_start` is the position of the first token when these are prompt positions, else None.
+    (Position 0 has none and is not sent.) They arrive in pieces, chunk by chunk, and a request
+    preempted in the middle of its prompt sends its first positions again.
     """
 
     handle: int
     tokens: list[TokenLogprobs]
-    prompt: bool = False
+    prompt_start: int | None = None
 
 
 class PrefillInfo(msgspec.Struct, array_like=True):
@@ -299,11 +300,11 @@ class KvReport(msgspec.Struct):
 
 
 class RowLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities of row `row` of the plan."""
+    """Log-probabilities of row `row` of the plan; `prompt_start` as in RequestLogprobs."""
 
     row: int
     tokens: list[TokenLogprobs]
-    prompt: bool = False
+    prompt_start: int | None = None
 
 
 class RowError(msgspec.Struct, array_like=True):

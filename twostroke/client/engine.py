@@ -431,10 +431,10 @@ class AsyncEngine:
                 sample.cached_tokens = prefill.cached_tokens
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for entry in outputs.logprobs:
-            if not entry.prompt:
+            if entry.prompt_start is None:
                 logprobs[entry.handle] = entry.tokens
             elif (sample := samples.get(entry.handle)) is not None:
-                sample.add_prompt_logprobs(entry.tokens)
+                sample.add_prompt_logprobs(entry.prompt_start, entry.tokens)
         return logprobs
 
     def _feed(

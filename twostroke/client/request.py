@@ -84,10 +84,10 @@ class Sample:
         wants = params.prompt_logprobs is not None and index == 0
         self._prompt_logprobs: list[TokenLogprobs | None] | None = [None] if wants else None
 
-    def add_prompt_logprobs(self, tokens: Sequence[TokenLogprobs]) -> None:
-        """The next piece of them, in prompt order."""
+    def add_prompt_logprobs(self, start: int, tokens: Sequence[TokenLogprobs]) -> None:
+        """A piece of them from position `start`; after a preemption it may repeat positions."""
         if self._prompt_logprobs is not None:
-            self._prompt_logprobs.extend(tokens)
+            self._prompt_logprobs[start:] = tokens
 
     def feed(
         self,

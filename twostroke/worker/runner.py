@@ -173,7 +173,7 @@ class ModelRunner:
             start = int(inputs.query_start[row])
             targets = self.seats.token_ids[seat, first + 1 : first + 1 + count]
             num_top = int(self._prompt_logprobs[seat])
-            report = RowLogprobs(row, [], prompt=True)
+            report = RowLogprobs(row, [], prompt_start=first + 1)
             chunk = max(1, PROMPT_LOGITS_BYTES // (4 * self.model.shape.vocab_size))
             for at in range(0, count, chunk):
                 now = slice(start + at, start + min(at + chunk, count))

@@ -147,7 +147,8 @@ class Driver:
         assert next(tokens, None) is None
         for report in result.logprobs:
             request = rows[report.row][0]
-            (request.prompt_logprobs if report.prompt else request.logprobs).extend(report.tokens)
+            of_prompt = report.prompt_start is not None
+            (request.prompt_logprobs if of_prompt else request.logprobs).extend(report.tokens)
 
 
 def _new_request(request: Request) -> NewRequest:

@@ -130,7 +130,7 @@ class FakeCore:
         logprobs = []
         if at == 0 and (k := add.params.prompt_logprobs) is not None:
             scored = [logprobs_of(int(i), k) for i in add.prompt_token_ids[1:]]
-            logprobs.append(RequestLogprobs(add.handle, scored, prompt=True))
+            logprobs.append(RequestLogprobs(add.handle, scored, prompt_start=1))
         if (k := add.params.logprobs) is not None and step:
             logprobs.append(RequestLogprobs(add.handle, [logprobs_of(i, k) for i in step]))
         self._outbox.put_nowait(

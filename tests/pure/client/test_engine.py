@@ -197,8 +197,10 @@ async def test_prompt_logprobs_come_once_and_complete():
         await until(lambda: channel.added)
         handle = channel.added[0].handle
         pieces = [TokenLogprobs([i], [-1.0], 1) for i in (2, 3)]
-        channel.say(outputs({}, logprobs=[RequestLogprobs(handle, pieces[:1], prompt=True)]))
-        entry = RequestLogprobs(handle, pieces[1:], prompt=True)
+        channel.say(outputs({}, logprobs=[RequestLogprobs(handle, pieces[:1], prompt_start=1)]))
+        # a preemption in between: what was sent before comes again
+        channel.say(outputs({}, logprobs=[RequestLogprobs(handle, pieces[:1], prompt_start=1)]))
+        entry = RequestLogprobs(handle, pieces[1:], prompt_start=2)
         channel.say(outputs({handle: b"a"}, logprobs=[entry]))
         channel.say(outputs({handle: b"b"}, [(handle, LENGTH)]))
         found = await task
