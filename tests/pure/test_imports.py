@@ -47,6 +47,6 @@ def test_the_core_does_no_io():
 
 
 def test_help_needs_nothing_slow():
-    slow = ["numpy", "httpx", "msgspec", "rich", "zmq", "fastapi", "huggingface_hub", "asyncio"]
+    slow = ["numpy", "httpx", "msgspec", "rich", "zmq", "starlette", "huggingface_hub", "asyncio"]
     assert loaded(["twostroke.cli"], slow) == []
     assert loaded(["twostroke"], [*slow, "typer"]) == []
