@@ -94,6 +94,10 @@ class EngineCore:
         )
         self._next_uid += 1
         queued = Request(request, self._next_uid, table)
+        if not self._faithful:
+            # Beyond the longest possible sequence `min_tokens` would keep it from ever ending.
+            room = self.state.max_length - queued.num_prompt_tokens
+            queued.min_tokens = min(queued.min_tokens, room)
         if waits_for_grammar:
             queued.status = Status.WAITING_FOR_GRAMMAR
         self.state.add(queued)
@@ -110,8 +114,20 @@ class EngineCore:
                 f"room for output; limit: max_model_len {config.max_model_len:,}; shorten the "
                 "prompt or restart with a larger --max-model-len"
             )
-        usable = kv.pool.num_usable
-        needed = kv.blocks_at_once(num_prompt)
+        budget = self.scheduler.token_budget
+        if not config.enable_chunked_prefill and not (
+            num_prompt <= budget or 0 < config.long_prefill_token_threshold <= budget
+        ):
+            return (
+                f"prompt has {num_prompt:,} tokens and must run in one step, without chunked "
+                f"prefill; limit: {budget:,} tokens a step; shorten the prompt or restart with a "
+                "larger --max-num-batched-tokens"
+            )
+        # A window lets a sequence outgrow the pool; then its whole length counts.
+        length = num_prompt
+        if config.sliding_window is not None:
+            length = min(num_prompt + request.max_tokens, config.max_model_len)
+        usable, needed = kv.pool.num_usable, kv.blocks_at_once(length)
         if needed > usable:
             return (
                 f"prompt of {num_prompt:,} tokens needs {needed:,} KV blocks; limit: the pool has "
@@ -333,7 +349,8 @@ def _logprobs_of(step: Step, result: StepResult, outcome: Outcome) -> list[Reque
     kept, handles = outcome.num_kept, step.handles
     named = []
     for entry in result.logprobs:
-        tokens = entry.tokens if entry.prompt else entry.tokens[: int(kept[entry.row])]
+        of_prompt = entry.prompt_start is not None
+        tokens = entry.tokens if of_prompt else entry.tokens[: int(kept[entry.row])]
         if tokens:
-            named.append(RequestLogprobs(int(handles[entry.row]), tokens, entry.prompt))
+            named.append(RequestLogprobs(int(handles[entry.row]), tokens, entry.prompt_start))
     return named

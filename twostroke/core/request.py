@@ -36,7 +36,7 @@ class Request:
 
     `tokens` are the tokens known so far while it has no seat (`slot` is -1). `num_placeholders`
     counts tokens that steps in flight will produce. `frames_to_discard` counts results in flight
-    that a forced cache reset made void.
+    that a forced cache reset made void. `may_load` is whether the connector is asked for its KV.
     """
 
     __slots__ = (
@@ -48,6 +48,7 @@ class Request:
         "load_failed",
         "load_reported",
         "max_tokens",
+        "may_load",
         "min_tokens",
         "num_computed",
         "num_known",
@@ -101,6 +102,7 @@ class Request:
         self.load_failed = False
         self.load_reported = False
         self.finish_reason: FinishReason | None = None
+        self.may_load = True
         self.was_admitted = False
 
     # What a connector may read (connector.base.KvRequest).

@@ -16,6 +16,7 @@ import numpy as np
 from twostroke.config import SchedulerConfig
 from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
+from twostroke.errors import ConfigError
 from twostroke.messages import NO_TOKENS, Bools, Int32s, Int64s
 
 _NO_ROWS: Int64s = np.empty(0, np.int64)
@@ -76,6 +77,12 @@ class Scheduler:
         self._num_steps = 0
         self._admitted_counts: list[int] = []
         self.token_budget = _budget_of(state.config)
+        if self.token_budget < 1:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.config.max_num_batched_tokens} leaves no tokens "
+                f"beside one draft row for each of {self.config.max_num_seqs} seats",
+                hint="raise --max-num-batched-tokens or lower --max-num-seqs",
+            )
         drafting = self.config.num_spec_tokens > 0 and self.config.spec_method != "ngram"
         self._lookahead = self.config.num_spec_tokens if drafting else 0
 
@@ -92,6 +99,8 @@ class Scheduler:
         if not step.preempted:
             self._schedule_waiting(step)
         self._fill_rows(step, counts)
+        if idle and step.out_of_blocks and not self._faithful:
+            self._break_deadlock(step)
         step.freed_slots = self.state.flush_freed_slots()
         return step
 
@@ -259,7 +268,7 @@ class Scheduler:
         if request.num_computed == 0:
             hits = self._lookup(request)
             num_local = len(hits) * self.config.block_size
-            if self._connector is not None:
+            if self._connector is not None and request.may_load:
                 answer, asynchronous = self._connector.get_num_new_matched_tokens(
                     request, num_local
                 )
@@ -339,6 +348,21 @@ class Scheduler:
         if request.num_computed == request.num_known:
             request.num_computed -= 1  # one token must run, to sample the next
         request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
+
+    def _break_deadlock(self, step: Step) -> None:
+        """Nothing runs, loads or is sent, and the head does not fit: ended loads hold the pool.
+
+        Each holds blocks and needs more, so all would wait for ever (two remote prefixes that
+        fill the pool together are enough). The last of them gives its blocks back and recomputes.
+        """
+        state = self.state
+        if state.num_running or state.held or self.queues.num_blocked or len(step.slots):
+            return
+        holders = [request for request in self.queues.skipped() if request.table.blocks]
+        if holders:
+            holders[-1].may_load = False
+            state.lose_blocks(holders[-1])
+            step.preempted.append(holders[-1])
 
     # ------------------------------------------------------------ rows
 
