@@ -302,6 +302,7 @@ class EngineCore:
                 self.state.seats.read(request)
             rows.append(
                 {
+                    "handle": request.handle,
                     "request_id": request.request_id,
                     "state": request.status.name.lower(),
                     "slot": request.slot,
