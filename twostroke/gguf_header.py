@@ -47,6 +47,13 @@ GGML_TYPES = {
     30: GgmlType("BF16", 1, 2),
 }
 
+# Known, for a better message, but not read.
+_OTHER_TYPES = {
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16",
+    26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+
 # Value types of metadata: number to struct format. 8 is a string, 9 an array.
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
@@ -253,7 +260,8 @@ def _read_tensor(cursor: _Cursor) -> TensorInfo:
     if kind is None:
         supported = ", ".join(known.name for known in GGML_TYPES.values())
         raise UnsupportedModelError(
-            f"{cursor.path}: {what} has ggml type {type_id}; supported: {supported}",
+            f"{cursor.path}: {what} has ggml type {_OTHER_TYPES.get(type_id, type_id)}; "
+            f"supported: {supported}",
             hint="use a file with another quantisation, such as Q4_K_M or Q8_0",
         )
     if min(dims) < 1 or dims[0] % kind.block_size:
@@ -358,6 +366,11 @@ def _refuse_unsupported(file: GgufFile, architecture: str, config: dict[str, Any
         raise refuse(
             "attention.sliding_window",
             "only models that attend to their whole context are supported",
+        )
+    if (_single(file, "split.count") or 1) != 1:
+        raise UnsupportedModelError(
+            f"{file.path} is one of {file.metadata['split.count']} files of a split model",
+            hint="merge them with llama-gguf-split --merge",
         )
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if config["head_dim"] is None and isinstance(hidden, int) and isinstance(heads, int) and heads:

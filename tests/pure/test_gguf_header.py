@@ -165,7 +165,7 @@ DAMAGED = {
     "has 9 dimensions": gguf(tensors=[tensor("t", [1] * 9)], data=DATA),
     "has dimensions [0, 4]": gguf(tensors=[tensor("t", [0, 4])], data=DATA),
     "multiples of 32": gguf(tensors=[tensor("t", [33, 4], 2)], data=DATA),
-    "ggml type 16": gguf(tensors=[tensor("t", [256], 16)], data=DATA),
+    "ggml type IQ2_XXS": gguf(tensors=[tensor("t", [256], 16)], data=DATA),
     "ends at byte": gguf(tensors=[tensor("t", [1 << 40, 1 << 40])], data=DATA),
     "'t' appears twice": gguf(tensors=[tensor("t", [4]), tensor("t", [4], 0, 32)], data=DATA),
     "not aligned": gguf(tensors=[tensor("t", [4], 0, 8)], data=DATA),
@@ -245,6 +245,7 @@ def test_bad_metadata_is_named(tmp_path: Path, changes: dict[str, Any], named: s
         ({"llama__rope__dimension_count": 8}, "rope.dimension_count 8"),
         ({"llama__attention__value_length": 8}, "value_length 8"),
         ({"llama__rope__scaling__type": "longrope"}, "longrope"),
+        ({"split__count": 3}, "one of 3 files"),
     ],
 )
 def test_unsupported_metadata_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:

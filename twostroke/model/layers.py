@@ -8,6 +8,7 @@ of q and k are reordered at load so that the two are neighbours. A rotation is t
 product. Attention scores are sums over a head, so the order does not change them.
 """
 
+import functools
 import math
 from typing import Protocol
 
@@ -33,33 +34,46 @@ class Linear:
     """y = x @ weight.T + bias, for x [R, in] and weight [out, in].
 
     On a CPU the weight is kept in oneDNN's own layout: twice as fast as F.linear for one row, and
-    faster for many; a row's result does not depend on the rows beside it, as F.linear's does.
+    no slower for many; a row's result does not depend on the rows beside it, as F.linear's does.
     """
 
     __slots__ = ("_bias", "_packed", "_weight", "weight_bytes")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._bias = bias
-        self._packed = _can_pack(weight)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
+        self._packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
+        self._weight = _pack(weight) if self._packed else weight
         self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._packed:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-                x, self._weight, self._bias, "none", [], ""
-            )
-            return y
+            return _packed_linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
 
 
-def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN is built in and computes in this type on this machine."""
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+def _pack(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return packed
+
+
+def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+    return y
+
+
+@functools.cache
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Find out by trying: torch has these operators for its compiler and does not document them,
+    and oneDNN computes in bfloat16 on some processors only."""
+    if dtype not in (torch.float32, torch.bfloat16):
         return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    with torch.inference_mode():
+        x, weight = torch.ones(2, 64, dtype=dtype), torch.ones(32, 64, dtype=dtype)
+        try:
+            y = _packed_linear(x, _pack(weight), None)
+        except (AttributeError, RuntimeError):
+            return False
+        return torch.equal(y, F.linear(x, weight))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

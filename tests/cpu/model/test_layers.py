@@ -1,12 +1,14 @@
 """Linear layers and rotary embedding on their own."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from twostroke.model import layers
 from twostroke.model.layers import Linear, Rotary, in_pairs, inverse_frequencies, rotate
 from twostroke.shape import RopeScaling, from_hf_config
 from twostroke.testing.tiny_model import tiny_config
@@ -29,6 +31,23 @@ def test_linear_equals_torch(dtype: torch.dtype, rows: int, bias: bool) -> None:
     torch.testing.assert_close(y.float(), expected, atol=tolerance, rtol=tolerance)
     assert y.dtype == dtype
     assert linear.weight_bytes == (48 * 32 + bias * 48) * dtype.itemsize
+
+
+@pytest.fixture
+def torch_that_cannot_pack(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def refuse(weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("built without oneDNN")
+
+    monkeypatch.setattr(layers, "_pack", refuse)
+    layers._can_pack.cache_clear()
+    yield
+    layers._can_pack.cache_clear()
+
+
+@pytest.mark.usefixtures("torch_that_cannot_pack")
+def test_linear_without_onednn() -> None:
+    weight, x = random(8, 16), random(3, 16, seed=1)
+    assert torch.equal(Linear(weight)(x), F.linear(x, weight))
 
 
 def test_rotation_in_pairs_equals_rotating_halves() -> None:
