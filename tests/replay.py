@@ -223,9 +223,14 @@ class MockConnector:
 
 
 class Replay:
-    """One workload through one EngineCore; `run` returns a trace in the recorded format."""
+    """One workload through one EngineCore; `run` returns a trace in the recorded format.
 
-    def __init__(self, workload: Json, *, check: bool = False) -> None:
+    `faithful` keeps vLLM's hangs; `options` are further settings of the scheduler.
+    """
+
+    def __init__(
+        self, workload: Json, *, check: bool = False, faithful: bool = True, **options: Any
+    ) -> None:
         self.config = _DEFAULTS | workload["config"]
         self._workload = workload
         self._specs = {spec["id"]: spec for spec in workload["requests"]}
@@ -234,19 +239,20 @@ class Replay:
         uses_kv = any("external" in s or "send" in s for s in self._specs.values())
         self._connector = MockConnector(self._specs, self.config["block_size"]) if uses_kv else None
         ours = {key: value for key, value in self.config.items() if key not in _NOT_OURS}
-        scheduler_config = SchedulerConfig(num_blocks=self.config["num_gpu_blocks"], **ours)
-        self._core = EngineCore(
+        blocks = self.config["num_gpu_blocks"]
+        scheduler_config = SchedulerConfig(num_blocks=blocks, **ours, **options)
+        self.core = EngineCore(
             scheduler_config,
             VirtualClock(),
             connector=self._connector,
             check=check,
-            faithful=True,
+            faithful=faithful,
         )
-        self._state = self._core.state
+        self._state = self.core.state
         self._batches: deque[tuple[int, Step]] = deque()
         self._arrivals = sorted(self._specs.values(), key=lambda spec: spec.get("arrival_step", 0))
         self._resets = {entry["step"]: entry for entry in workload.get("reset_prefix_cache", ())}
-        self._tokens: dict[str, list[int]] = {request_id: [] for request_id in self._ids}
+        self.tokens: dict[str, list[int]] = {request_id: [] for request_id in self._ids}
         self._reasons: dict[str, str] = {}
         self._preemptions = dict.fromkeys(self._ids, 0)
         self._summary = dict.fromkeys(
@@ -262,7 +268,7 @@ class Replay:
                 break
             record: Json = {"step": step}
             self._before_step(step, record)
-            if not self._core.has_work() and not self._batches:
+            if not self.core.has_work() and not self._batches:
                 if not self._arrivals:
                     break
                 if len(record) > 1:
@@ -283,7 +289,7 @@ class Replay:
         }
 
     def _output(self, request_id: str) -> Json:
-        tokens = self._tokens[request_id]
+        tokens = self.tokens[request_id]
         return {
             "n": len(tokens),
             "crc": zlib.crc32(",".join(map(str, tokens)).encode()),
@@ -304,7 +310,7 @@ class Replay:
         self._abort(step, record, mid=False)
         for handle, spec in enumerate(self._specs.values()):
             if spec.get("grammar_ready_step", step + 1) <= step:
-                self._core.grammar_ready(handle)
+                self.core.grammar_ready(handle)
         if (reset := self._resets.get(step)) is not None:
             self._reset(reset, record)
 
@@ -326,7 +332,8 @@ class Replay:
             priority=spec.get("priority", 0),
             cache_salt=spec.get("cache_salt") or "",
         )
-        self._core.add(request, waits_for_grammar="grammar_ready_step" in spec)
+        self.core.add(request, waits_for_grammar="grammar_ready_step" in spec)
+        self._note_finished(self.core.take_outputs(), {})
         return str(request_id)
 
     def _abort(self, step: int, record: Json, *, mid: bool) -> None:
@@ -339,13 +346,13 @@ class Replay:
         ]
         if handles:
             record["aborted"] = record.get("aborted", []) + [self._ids[h] for h in handles]
-            self._core.abort(handles)
-            self._note_finished(self._core.take_outputs(), {})
+            self.core.abort(handles)
+            self._note_finished(self.core.take_outputs(), {})
 
     def _reset(self, reset: Json, record: Json) -> None:
         running = [self._state.request_at(s).request_id for s in self._state.running.tolist()]
         preempting = bool(reset.get("reset_running"))
-        done = self._core.reset_prefix_cache(preempt_running=preempting)
+        done = self.core.reset_prefix_cache(preempt_running=preempting)
         record["reset_prefix_cache"] = "error" if preempting and not done else done
         if preempting and running:
             record["reset_preempted"] = running[::-1]
@@ -358,11 +365,11 @@ class Replay:
 
     def _one_step(self, step: int, record: Json) -> None:
         scheduled = None
-        if self._core.has_work():
+        if self.core.has_work():
             flushed = sorted(self._state.finished_ids)
-            plan = self._core.begin()
+            plan = self.core.begin()
             assert plan is not None
-            scheduled = self._core.last_step
+            scheduled = self.core.last_step
             self._batches.append((step, scheduled))
             self._note_schedule(scheduled, flushed, record)
         one_in_flight = len(self._batches) == 1 and scheduled is not None
@@ -387,14 +394,14 @@ class Replay:
                     record[key] = value
         if self._connector is not None:
             self._connector.kv_params = {}
-        outputs = self._core.finish(result)
+        outputs = self.core.finish(result)
         emitted, start = {}, 0
         for handle, count in zip(
             outputs.handles.tolist(), outputs.num_tokens.tolist(), strict=True
         ):
             request_id = self._ids[handle]
             emitted[request_id] = count
-            self._tokens[request_id] += outputs.token_ids[start : start + count].tolist()
+            self.tokens[request_id] += outputs.token_ids[start : start + count].tolist()
             start += count
         if emitted:
             record["emitted"] = emitted

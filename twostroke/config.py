@@ -8,6 +8,7 @@ what the engine derives itself (the KV pool's size, say) is recorded with its re
 
 import dataclasses
 import difflib
+import json
 import os
 import tomllib
 import types
@@ -21,6 +22,7 @@ from twostroke.errors import ConfigError
 
 Policy = Literal["fcfs", "priority"]
 ENV_PREFIX = "TWOSTROKE_"
+MAX_SPECULATIVE_TOKENS = 128  # vLLM's bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,11 @@ class SchedulerConfig:
     reserve_full_isl: bool = True
     sliding_window: int | None = None
     kv_load_failure_policy: Literal["recompute", "fail"] = "fail"
+    # Better rules than vLLM's, off by default; `core.policy` explains them.
+    admission: Literal["head", "loads", "backfill"] = "head"
+    max_backfills: int = 64
+    preemption: Literal["last", "least_lost"] = "last"
+    reserve_output_tokens: int = 0
 
 
 def _setting(default: Any, doc: str, *, minimum: int | None = None) -> Any:
@@ -96,6 +103,15 @@ class EngineConfig:
     async_scheduling: bool = _setting(True, "plan step N+1 while the device runs step N")
     scheduler_reserve_full_isl: bool = _setting(True, "admit only if the whole prompt fits")
     check: bool = _setting(False, "verify the engine's own rules at every step (slow)")
+    # speculative decoding
+    speculative_method: Literal["none", "ngram", "draft_model"] = _setting(
+        "none", "where draft tokens come from: the request's own text, or a smaller model"
+    )
+    num_speculative_tokens: int = _setting(4, "draft tokens a request and step", minimum=1)
+    speculative_model: str = _setting("", "the draft model, named as the model is")
+    prompt_lookup_min: int = _setting(3, "ngram: fewest last tokens that must recur", minimum=1)
+    prompt_lookup_max: int = _setting(5, "ngram: most last tokens looked for", minimum=1)
+    speculative_config: str = _setting("", "the five above as JSON, with vLLM's keys")
     # server
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(8000, "port to listen on", minimum=0)
@@ -161,6 +177,9 @@ def resolve(
         if value is not None:
             take(name, value, "flag", "--" + name.replace("_", "-"))
 
+    if values["speculative_config"]:
+        for name, value in _speculative_settings(values["speculative_config"]).items():
+            take(name, value, sources["speculative_config"][0], f"{name} of --speculative-config")
     config = EngineConfig(**values)
     _check(config)
     explained = [
@@ -195,6 +214,42 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+# vLLM's keys of --speculative-config, and our settings.
+_SPECULATIVE_KEYS = {
+    "method": "speculative_method",
+    "model": "speculative_model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "prompt_lookup_min": "prompt_lookup_min",
+    "prompt_lookup_max": "prompt_lookup_max",
+}
+
+
+def _speculative_settings(text: str) -> dict[str, Any]:
+    """Settings by name out of the JSON object of `speculative_config`."""
+    try:
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise ConfigError(
+            f"--speculative-config is not a JSON object: {error}",
+            hint='for example {"method": "ngram", "num_speculative_tokens": 4}',
+        ) from None
+    if unknown := sorted(set(given) - set(_SPECULATIVE_KEYS)):
+        raise ConfigError(
+            f"--speculative-config has the key {unknown[0]!r}; "
+            f"known are {', '.join(_SPECULATIVE_KEYS)}"
+        )
+    if "model" in given:
+        given.setdefault("method", "draft_model")
+    # As in vLLM, one bound alone stands for both.
+    bounds = {"prompt_lookup_min", "prompt_lookup_max"} & set(given)
+    if len(bounds) == 1:
+        one = given[bounds.pop()]
+        given |= {"prompt_lookup_min": one, "prompt_lookup_max": one}
+    return {_SPECULATIVE_KEYS[key]: value for key, value in given.items()}
 
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
@@ -260,5 +315,32 @@ def _check(config: EngineConfig) -> None:
         raise ConfigError(
             f"--tensor-parallel-size is {config.tensor_parallel_size}; this release runs 1 worker"
         )
+    _check_speculation(config)
     if not config.shutdown_timeout_s >= 0:
         raise ConfigError(f"--shutdown-timeout-s is {config.shutdown_timeout_s}; at least 0")
+
+
+def _check_speculation(config: EngineConfig) -> None:
+    drafting = config.speculative_method == "draft_model"
+    if drafting != bool(config.speculative_model):
+        raise ConfigError(
+            f"--speculative-method is {config.speculative_method} and --speculative-model "
+            f"{config.speculative_model or 'empty'}",
+            hint="a draft model needs both: --speculative-method draft_model and the model",
+        )
+    if config.prompt_lookup_min > config.prompt_lookup_max:
+        raise ConfigError(
+            f"--prompt-lookup-min is {config.prompt_lookup_min}, more than "
+            f"--prompt-lookup-max {config.prompt_lookup_max}"
+        )
+    if config.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
+        raise ConfigError(
+            f"--num-speculative-tokens is {config.num_speculative_tokens}; it must be at most "
+            f"{MAX_SPECULATIVE_TOKENS}"
+        )
+    if drafting and config.max_num_batched_tokens <= config.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} leaves no tokens beside a "
+            f"draft row for each of --max-num-seqs {config.max_num_seqs}",
+            hint="raise --max-num-batched-tokens or lower --max-num-seqs",
+        )

@@ -47,8 +47,8 @@ class _PlaceHeap:
 class WaitingQueues:
     """`waiting` and `skipped`, with the scan that a step makes over them.
 
-    A scan calls `head` and then exactly one of `take`, `pass_over` or `block` on what it got,
-    until it stops; `end_scan` makes passed-over requests visible again.
+    A scan calls `head` and then exactly one of `take`, `pass_over`, `hide` or `block` on what it
+    got, until it stops; `end_scan` makes passed-over and hidden requests visible again.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -57,16 +57,12 @@ class WaitingQueues:
         self._ready = _PlaceHeap()  # in `skipped`, and able to go on
         self._blocked: dict[Place, Request] = {}  # in `skipped`, and not
         self._passed: list[Request] = []
+        self._hidden: list[tuple[_PlaceHeap, Request]] = []
         self._front = 0
         self._back = 0
 
     def __len__(self) -> int:
-        return (
-            len(self._waiting.members)
-            + len(self._ready.members)
-            + len(self._blocked)
-            + len(self._passed)
-        )
+        return len(self._waiting.members) + len(self._ready.members) + len(self._blocked)
 
     @property
     def num_blocked(self) -> int:
@@ -128,9 +124,10 @@ class WaitingQueues:
 
     # ------------------------------------------------------------ scan
 
-    def head(self) -> Request | None:
-        """The request to look at next; None at the end of both queues."""
-        skipped, waiting = self._ready.first(), self._waiting.first()
+    def head(self, *, skipped_only: bool = False) -> Request | None:
+        """The request to look at next; None at the end of both queues (or of `skipped`)."""
+        skipped = self._ready.first()
+        waiting = None if skipped_only else self._waiting.first()
         if skipped is None or waiting is None:
             return skipped or waiting
         if self._by_priority and waiting.place < skipped.place:
@@ -151,10 +148,18 @@ class WaitingQueues:
         self._move_to_skipped(request)
         self._blocked[request.place] = request
 
+    def hide(self, request: Request) -> None:
+        """The head is not looked at again in this scan, and keeps its place in its queue."""
+        from_waiting = self._leave(request)
+        self._hidden.append((self._waiting if from_waiting else self._ready, request))
+
     def end_scan(self) -> None:
         for request in self._passed:
             self._ready.push(request)
+        for heap, request in self._hidden:
+            heap.push(request)
         self._passed.clear()
+        self._hidden.clear()
 
     def _leave(self, request: Request) -> bool:
         """Remove the head; True if it came from `waiting`."""

@@ -36,7 +36,8 @@ class Request:
 
     `tokens` are the tokens known so far while it has no seat (`slot` is -1). `num_placeholders`
     counts tokens that steps in flight will produce. `frames_to_discard` counts results in flight
-    that a forced cache reset made void. `may_load` is whether the connector is asked for its KV.
+    that a forced cache reset made void. `may_load` is whether the connector is asked for its KV,
+    `num_passes` how many requests were admitted past it while it lacked blocks.
     """
 
     __slots__ = (
@@ -53,6 +54,7 @@ class Request:
         "num_computed",
         "num_known",
         "num_local_hit",
+        "num_passes",
         "num_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
@@ -97,6 +99,7 @@ class Request:
         self.num_placeholders = 0
         self.num_preemptions = 0
         self.num_local_hit = 0
+        self.num_passes = 0
         self.cached_tokens = 0
         self.frames_to_discard = 0
         self.load_failed = False

@@ -14,6 +14,13 @@ from enum import Enum
 import numpy as np
 
 from twostroke.config import SchedulerConfig
+from twostroke.core.policy import (
+    MAX_TRIES,
+    expected_length,
+    last_victim,
+    least_lost_victim,
+    reserved_blocks,
+)
 from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
 from twostroke.errors import ConfigError
@@ -59,8 +66,12 @@ class Step:
 
 
 class _Verdict(Enum):
-    NEXT = 0
-    STOP = 1
+    """What became of the head of the queues."""
+
+    ADMITTED = 0  # it runs, or its load has begun
+    PASSED = 1  # it waits for something outside
+    STOP = 2  # nobody behind it may run in this step
+    LACKS_BLOCKS = 3
 
 
 class Scheduler:
@@ -76,6 +87,8 @@ class Scheduler:
         self._faithful = faithful
         self._num_steps = 0
         self._admitted_counts: list[int] = []
+        least_lost = self.config.preemption == "least_lost"
+        self._victim = least_lost_victim if least_lost else last_victim
         self.token_budget = _budget_of(state.config)
         if self.token_budget < 1:
             raise ConfigError(
@@ -216,8 +229,8 @@ class Scheduler:
         state = self.state
         row = self._growth_of(request.slot, wanted)
         while True:
-            place = self._victim_place()
-            victim = self.state.request_at(int(self.state.order[place]))
+            place = self._victim(state)
+            victim = state.request_at(int(state.order[place]))
             if counts[place] > 0:
                 # Already scheduled in this step: its tokens go back to the budget.
                 step.budget += int(counts[place])
@@ -238,23 +251,34 @@ class Scheduler:
         needed = np.minimum(computed + wanted + self._lookahead, self.config.max_model_len)
         return slots, computed, needed, np.minimum(computed + wanted, self.seats.known[slots])
 
-    def _victim_place(self) -> int:
-        """Place in `running` of the request that memory pressure takes first."""
-        last = self.state.num_running - 1
-        if self.config.policy == "fcfs":
-            return last
-        keys = [
-            self.state.request_at(slot).priority_key[:2] for slot in self.state.running.tolist()
-        ]
-        return keys.index(max(keys))
-
     # ------------------------------------------------------------ waiting requests
 
     def _schedule_waiting(self, step: Step) -> None:
+        """Admit from the head of the queues until something stops the scan."""
+        policy, blocked, tries = self.config.admission, None, 0
         while step.budget > 0 and self.state.num_running < self.config.max_num_seqs:
-            request = self.queues.head()
-            if request is None or self._try_admit(step, request) is _Verdict.STOP:
+            loads_only = blocked is not None and policy == "loads"
+            request = self.queues.head(skipped_only=loads_only)
+            if request is None:
                 break
+            if loads_only and not request.table.blocks:
+                self.queues.hide(request)
+                continue
+            verdict = self._try_admit(step, request)
+            if verdict is _Verdict.STOP:
+                break
+            if verdict is _Verdict.LACKS_BLOCKS:
+                step.out_of_blocks = True
+                blocked, tries = blocked or request, tries + 1
+                if policy == "head" or blocked.num_passes >= self.config.max_backfills:
+                    break
+                if tries == MAX_TRIES:
+                    break
+                self.queues.hide(request)
+            elif blocked is not None and verdict is _Verdict.ADMITTED:
+                blocked.num_passes += 1
+                if blocked.num_passes >= self.config.max_backfills:
+                    break
         self.queues.end_scan()
 
     def _try_admit(self, step: Step, request: Request) -> _Verdict:
@@ -274,14 +298,16 @@ class Scheduler:
                 )
                 if answer is None:
                     self.queues.pass_over(request)
-                    return _Verdict.NEXT
+                    return _Verdict.PASSED
                 asynchronous = asynchronous and answer > 0
                 # A synchronous load leaves one token to run, to sample the next.
                 most = request.num_known - num_local - (not asynchronous)
                 num_external = max(0, min(answer, most))
         computed = request.num_computed + (num_local or 0) + num_external
         num_new = 0 if asynchronous else self._admission_tokens(step, request, computed)
-        if num_new < 0 or not self.kv.allocate(
+        if num_new < 0:
+            return _Verdict.STOP
+        if not self._leaves_room(request, hits) or not self.kv.allocate(
             request.table,
             num_tokens=request.num_known,
             num_computed=request.num_computed,
@@ -292,8 +318,7 @@ class Scheduler:
             reserve_full=self.config.reserve_full_isl,
             delay_registration=asynchronous,
         ):
-            step.out_of_blocks = num_new >= 0
-            return _Verdict.STOP
+            return _Verdict.LACKS_BLOCKS
         if self._connector is not None:
             self._connector.update_state_after_alloc(request, request.table.blocks, num_external)
         admission = Admission(
@@ -307,7 +332,15 @@ class Scheduler:
             step.loading.append(admission)
         else:
             self._admit(step, admission, num_new)
-        return _Verdict.NEXT
+        return _Verdict.ADMITTED
+
+    def _leaves_room(self, request: Request, hits: list[int]) -> bool:
+        """Whether blocks for the expected growth of all that runs remain beside this request."""
+        if not self.config.reserve_output_tokens or not self.state.num_running:
+            return True
+        blocks = self.kv.blocks_at_once(expected_length(self.state, request))
+        own = blocks - len(hits) - len(request.table.blocks)
+        return own + reserved_blocks(self.state) <= self.kv.num_free
 
     def _lookup(self, request: Request) -> list[int]:
         if len(request.table.keys) < request.num_known // self.config.block_size:

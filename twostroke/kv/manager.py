@@ -19,6 +19,8 @@ from twostroke.kv.blocks import NULL_BLOCK, BlockPool
 from twostroke.kv.prefix import PrefixHasher, PrefixMap, UInt64s
 from twostroke.messages import Int32s
 
+_MAX_MEMOS = 32
+
 
 class IntegrityError(TwostrokeError):
     """The engine's own books do not balance: a bug, never a user's mistake."""
@@ -43,14 +45,14 @@ class BlockTable:
 
 
 class _Memo:
-    """The last look-up, so that a request which waits for memory is not looked up at each step."""
+    """A look-up of a request that still waits, so that a blocked head is not looked up each step.
 
-    __slots__ = ("blocks", "hits", "limit", "missing_key", "table")
+    It holds until one of its blocks loses its key or the first key that was missing appears.
+    """
 
-    def __init__(
-        self, table: BlockTable, limit: int, hits: list[int], missing_key: bytes | None
-    ) -> None:
-        self.table = table
+    __slots__ = ("blocks", "hits", "limit", "missing_key")
+
+    def __init__(self, limit: int, hits: list[int], missing_key: bytes | None) -> None:
         self.limit = limit
         self.hits = hits
         self.blocks = frozenset(hits)
@@ -70,7 +72,7 @@ class KvManager:
         self._max_model_len = config.max_model_len
         self._window = config.sliding_window
         self._drop_last_hit = config.num_spec_tokens > 0 and config.spec_method == "eagle"
-        self._memo: _Memo | None = None
+        self._memos: dict[BlockTable, _Memo] = {}
         window_tokens = (self._window or 0) - 1 + config.max_num_batched_tokens
         self._window_gate_blocks = self.blocks_for(min(window_tokens, config.max_model_len)) + 1
 
@@ -134,13 +136,8 @@ class KvManager:
         return hits[:-1] if self._drop_last_hit else hits
 
     def _prefix_hits(self, table: BlockTable, limit: int) -> list[int]:
-        memo, first = self._memo, self._map.first
-        if (
-            memo is not None
-            and memo.table is table
-            and memo.limit == limit
-            and memo.missing_key not in first
-        ):
+        memo, first = self._memos.get(table), self._map.first
+        if memo is not None and memo.limit == limit and memo.missing_key not in first:
             return memo.hits
         self.num_lookups += 1
         hits: list[int] = []
@@ -151,7 +148,9 @@ class KvManager:
                 missing_key = key
                 break
             hits.append(block)
-        self._memo = _Memo(table, limit, hits, missing_key)
+        if len(self._memos) >= _MAX_MEMOS:
+            self._memos.clear()
+        self._memos[table] = _Memo(limit, hits, missing_key)
         return hits
 
     def _window_hits(self, keys: list[bytes], window: int) -> list[int]:
@@ -197,15 +196,15 @@ class KvManager:
 
     def _evict(self, block: int) -> None:
         self._map.remove(block)
-        if self._memo is not None and block in self._memo.blocks:
-            self._memo = None
+        for table in [t for t, memo in self._memos.items() if block in memo.blocks]:
+            del self._memos[table]
 
     def reset(self) -> bool:
         """Empty the prefix cache; refused (False) while any block is in use."""
         if self.pool.num_free != self.pool.num_usable:
             return False
         self._map.clear()
-        self._memo = None
+        self._memos.clear()
         return True
 
     # ------------------------------------------------------------ allocation
@@ -268,6 +267,7 @@ class KvManager:
             return False
         if table.num_registered is None and (hits or num_external > 0):
             self._place_hits(table, hits, present, num_external)
+        self._memos.pop(table, None)
         missing = self.blocks_for(slots) - len(table.blocks)
         if missing > 0:
             self._take(table, missing)
@@ -344,6 +344,7 @@ class KvManager:
         self.pool.release(reversed(table.blocks))
         table.blocks = []
         table.num_registered = None
+        self._memos.pop(table, None)
 
     # ------------------------------------------------------------ checks
 

@@ -14,7 +14,7 @@ class KvLayout:
     """What decides the size of a KV block on one tensor-parallel rank.
 
     With more ranks than KV heads each head is stored on several ranks, so a rank never holds less
-    than one.
+    than one. A draft model's pool has blocks of the same ids: `draft_token_bytes` are its share.
     """
 
     num_layers: int
@@ -23,6 +23,7 @@ class KvLayout:
     dtype: str = "bfloat16"
     block_size: int = 16
     tensor_parallel_size: int = 1
+    draft_token_bytes: int = 0
 
     @property
     def kv_heads_per_rank(self) -> int:
@@ -35,14 +36,14 @@ class KvLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV per token and rank, over all layers."""
+        """Bytes of the model's KV per token and rank, over all layers."""
         per_layer = 2 * self.kv_heads_per_rank * self.head_dim * DTYPE_BYTES[self.dtype]
         return self.num_layers * per_layer
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of all layers on one rank."""
-        return self.token_bytes * self.block_size
+        """Bytes of one block of all layers on one rank, with the draft model's."""
+        return (self.token_bytes + self.draft_token_bytes) * self.block_size
 
     def blocks_in(self, memory_bytes: int) -> int:
         """Whole blocks that fit into `memory_bytes` of one rank."""
