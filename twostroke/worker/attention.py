@@ -15,6 +15,7 @@ Letters in shapes: T tokens of the step, R rows, H heads, G query heads per KV h
 L context length, B blocks.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -66,7 +67,18 @@ class PagedAttention(ABC):
 
 
 def make_attention(pool: Tensor, num_heads: int, scale: float) -> PagedAttention:
-    """The best attention for the pool's device."""
+    """The best attention for the pool's device: compiled kernels on a CPU, torch elsewhere.
+
+    The first use of an element type compiles for some seconds; the result is kept in the user's
+    cache directory. Where numba cannot be imported, torch it is.
+    """
+    if pool.device.type == "cpu":
+        try:
+            from twostroke.worker.attention_numba import NumbaAttention
+        except ImportError as error:
+            logging.getLogger(__name__).warning("attention runs on plain torch: %s", error)
+        else:
+            return NumbaAttention(pool, num_heads, scale)
     return TorchAttention(pool, num_heads, scale)
 
 

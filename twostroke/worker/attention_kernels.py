@@ -1,0 +1,476 @@
+"""The CPU attention's compiled kernels: what to run (`plan_step`) and the run of one layer.
+
+A step is cut into *items*: one KV head, a tile of queries of one row with all query heads of that
+KV head (queries x group score rows), and a range of keys. An item walks its keys in tiles:
+
+    few rows (decode)            many rows (prefill)
+    scores = Q . K straight      K transposed into scratch once a tile,
+    from the pool                then a matrix product
+      └───────── online softmax, row by row ────────┘
+            outputs = outputs * alpha + P . V, V straight from the pool
+
+A long context is cut into several items, whose results are merged afterwards in a fixed order.
+Where to cut depends on the row alone: neither neighbours nor threads change a single bit of a
+row's result. Threads take items by ticket, as they get done.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from twostroke.config import cache_dir
+from twostroke.messages import Int32s
+from twostroke.worker import attention_emit, attention_simd
+from twostroke.worker.attention_emit import MAX_ROWS
+from twostroke.worker.attention_simd import (
+    KEY_TILE,
+    LOWEST,
+    STATE,
+    add_values,
+    copy_row,
+    load_query,
+    score_keys,
+    score_tile,
+    softmax_row,
+    store_output,
+    transpose_keys,
+)
+
+MAX_ITEM_ROWS = 96  # score rows of an item, which share one pass over its keys
+SMALL_ITEM_ROWS = 12  # up to here transposing the keys costs more than it saves
+SPLIT_KEYS = 512  # keys of an item of a row that fits into one query tile
+WRITE_TOKENS = 16  # tokens that a thread writes at a time
+
+ITEM_COLUMNS = 7  # row, head, first query, queries, first key, end key, first partial row or -1
+MERGE_COLUMNS = 6  # row, head, first query, queries, first partial row, parts
+TICKETS = 4  # counters, each in a cache line of its own: threads, writes, items, merges
+TABLE_FLOATS = 2 * 2 * KEY_TILE  # two lists of 64-bit addresses: this tile's keys, and the next's
+
+
+class Arguments(ctypes.Structure):
+    """What a kernel is given: addresses and numbers, all int64."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            # fixed: the pool, its strides in bytes, and sizes
+            *("pool", "block_bytes", "layer_bytes", "side_bytes", "head_bytes", "row_bytes"),
+            *("block_size", "num_kv_heads", "group", "num_units", "padded", "width"),
+            # fixed: address of the float32 scale * log2(e); the OpenMP barrier (0: one thread);
+            # scratch, one piece a thread
+            *("scale", "barrier", "scratch", "scratch_bytes"),
+            # of a step: int32 arrays, see plan_step and locate_tokens; float32 partials
+            *("query_start", "num_computed", "block_tables", "table_blocks"),
+            *("num_tokens", "token_blocks", "token_slots"),
+            *("num_items", "items", "num_merges", "merges", "partials"),
+            # of a call; tickets must be zero
+            *("layer", "tickets", "q", "q_token_bytes", "q_head_bytes"),
+            *("k", "k_token_bytes", "k_head_bytes", "v", "v_token_bytes", "v_head_bytes"),
+            *("out", "out_token_bytes", "out_head_bytes"),
+        )
+    ]
+
+
+def scratch_floats(width: int, num_rows: int) -> int:
+    """Scratch of a thread for items of `num_rows` score rows.
+
+    Key addresses | queries | outputs | scores | states (each a row) | transposed keys of a tile.
+    """
+    return TABLE_FLOATS + num_rows * (2 * width + KEY_TILE + STATE) + width * KEY_TILE
+
+
+_KEPT: list[Any] = []  # compiled functions whose address is in use
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _use_kernel_cache() -> bool:
+    """Send numba's compiled code to the user's cache directory; False when it cannot be written.
+
+    numba tells stale code by the time stamp of the file that defines a kernel; the vector code is
+    in other files, so the directory is named after the text of all.
+    """
+    files = (__file__, attention_emit.__file__, attention_simd.__file__)
+    digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
+    directory = cache_dir() / "kernels" / digest[:16]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    if not os.access(directory, os.W_OK):
+        return False
+    numba.config.CACHE_DIR = str(directory)
+    return True
+
+
+_CACHE = _use_kernel_cache()
+if not _CACHE:
+    logging.getLogger(__name__).warning(
+        "compiled kernels cannot be kept: %s is not writable; each start compiles them again; "
+        "set TWOSTROKE_CACHE to a directory that is",
+        cache_dir(),
+    )
+
+
+def _kernel(function: _Function) -> _Function:
+    """Called from Python; kept in the cache."""
+    compiled: _Function = numba.njit(nogil=True, cache=_CACHE, error_model="numpy")(function)
+    return compiled
+
+
+def _inner(function: _Function) -> _Function:
+    """Called from kernels; part of their code, so not kept on its own."""
+    compiled: _Function = numba.njit(nogil=True, error_model="numpy")(function)
+    return compiled
+
+
+# ---------------------------------------------------------------- planning a step
+
+
+@_kernel
+def plan_step(
+    query_start: Int32s,
+    num_computed: Int32s,
+    num_kv_heads: int,
+    group: int,
+    items: Int32s,
+    merges: Int32s,
+) -> tuple[int, int, int]:
+    """Cut a step into `items` and `merges`; returns their numbers and that of partial score rows.
+
+    Called first with empty arrays to learn the numbers, then with room for them.
+    """
+    num_items = num_merges = num_partials = 0
+    for row in range(len(num_computed)):
+        num_queries = query_start[row + 1] - query_start[row]
+        tile = max(1, min(num_queries, MAX_ITEM_ROWS // group))
+        split = SPLIT_KEYS * -(-num_queries // tile)  # many tiles are parallel enough
+        for head in range(num_kv_heads):
+            for query in range(0, num_queries, tile):
+                queries = min(tile, num_queries - query)
+                end = num_computed[row] + query + queries
+                parts = -(-end // split)
+                if parts > 1:
+                    if num_merges < len(merges):
+                        merge = merges[num_merges]
+                        merge[0], merge[1], merge[2] = row, head, query
+                        merge[3], merge[4], merge[5] = queries, num_partials, parts
+                    num_merges += 1
+                for first in range(0, end, split):
+                    partial = num_partials if parts > 1 else -1
+                    if num_items < len(items):
+                        item = items[num_items]
+                        item[0], item[1], item[2], item[3] = row, head, query, queries
+                        item[4], item[5], item[6] = first, min(end, first + split), partial
+                    num_items += 1
+                    if parts > 1:
+                        num_partials += queries * group
+    return num_items, num_merges, num_partials
+
+
+@_kernel
+def locate_tokens(
+    query_start: Int32s,
+    num_computed: Int32s,
+    block_tables: Int32s,
+    block_size: int,
+    blocks: Int32s,
+    slots: Int32s,
+) -> None:
+    """Block and slot that each token of the step is written to."""
+    for row in range(len(num_computed)):
+        for token in range(query_start[row], query_start[row + 1]):
+            position = num_computed[row] + token - query_start[row]
+            blocks[token] = block_tables[row, position // block_size]
+            slots[token] = position % block_size
+
+
+# ---------------------------------------------------------------- one layer
+# `like` names the element type (see attention_emit.simd), `a` is the Arguments record.
+
+_intrinsic: Callable[[Callable[..., Any]], Any] = intrinsic
+_ARGUMENTS = numba.from_dtype(np.dtype(Arguments))
+
+
+@_intrinsic
+def _pointer(_context: Any, address: types.Type) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
+
+    return types.voidptr(types.int64), generate
+
+
+@_intrinsic
+def _as_arguments(_context: Any, like: types.Type) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.bitcast(values[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(_ARGUMENTS)(like), generate
+
+
+@_intrinsic
+def _take_ticket(_context: Any, counter: types.Type) -> Any:
+    """Add 1 to the int64 at this address, atomically; returns its former value."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        pointer = builder.inttoptr(values[0], values[0].type.as_pointer())
+        return builder.atomic_rmw("add", pointer, ir.Constant(values[0].type, 1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+@_intrinsic
+def _call(_context: Any, function: types.Type) -> Any:
+    """Call a C function without arguments or result."""
+
+    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [])
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), [])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@_inner
+def _int32s(address: int, rows: int, columns: int) -> Any:
+    return numba.carray(_pointer(address), (rows, columns), np.int32)
+
+
+@_inner
+def _floats(address: int, count: int) -> Any:
+    return numba.carray(_pointer(address), (count,), np.float32)
+
+
+@_inner
+def _key_address(a: Any, block: int, head: int, slot: int) -> int:
+    start: int = a.pool + block * a.block_bytes + a.layer * a.layer_bytes
+    return start + head * int(a.head_bytes) + slot * int(a.row_bytes)
+
+
+@_inner
+def _write_token(like: Any, a: Any, token: int) -> None:
+    """Copy a token's keys and values into the pool."""
+    block = _int32s(a.token_blocks, 1, a.num_tokens)[0, token]
+    slot = _int32s(a.token_slots, 1, a.num_tokens)[0, token]
+    for head in range(a.num_kv_heads):
+        target = _key_address(a, block, head, slot)
+        key = a.k + token * a.k_token_bytes + head * a.k_head_bytes
+        copy_row(like, key, a.num_units, target)
+        value = a.v + token * a.v_token_bytes + head * a.v_head_bytes
+        copy_row(like, value, a.num_units, target + a.side_bytes)
+
+
+@_inner
+def _list_keys(a: Any, head: int, row: int, first: int, end: int, table: int) -> None:
+    """Addresses of the key rows at positions first .. end-1, then the last one repeated."""
+    rows = numba.carray(_pointer(table), (KEY_TILE,), np.int64)
+    blocks = _int32s(a.block_tables + row * a.table_blocks * 4, 1, a.table_blocks)
+    key, count = 0, min(KEY_TILE, end - first)
+    while key < count:
+        block, slot = (first + key) // a.block_size, (first + key) % a.block_size
+        address = _key_address(a, blocks[0, block], head, slot)
+        for _ in range(min(count - key, a.block_size - slot)):
+            rows[key] = address
+            address += a.row_bytes
+            key += 1
+    for key in range(count, KEY_TILE):
+        rows[key] = rows[key - 1]
+
+
+@_inner
+def _run_tile(
+    like: Any,
+    a: Any,
+    num_rows: int,
+    visible: int,
+    num_keys: int,
+    table: int,
+    ahead: int,
+    queries: int,
+) -> None:
+    """Score a tile of `num_keys` keys, of which the first query sees `visible`, and add it up.
+
+    `queries` is the address of that part of the scratch.
+    """
+    num_units, padded, row_bytes = a.num_units, a.padded, a.width * 4
+    outputs = queries + num_rows * row_bytes
+    scores = outputs + num_rows * row_bytes
+    states = scores + num_rows * KEY_TILE * 4
+    keys = states + num_rows * STATE * 4
+    # Equal parts of at most MAX_ROWS rows: 8 rows are 4 + 4, not 6 + 2.
+    step = -(-num_rows // -(-num_rows // MAX_ROWS))
+    whole = -(-num_keys // 16) * 16
+    small = num_rows <= SMALL_ITEM_ROWS
+    if not small:
+        transpose_keys(like, table, whole, num_units, keys)
+    for row in range(0, num_rows, step):
+        rows = min(step, num_rows - row)
+        query, output = queries + row * row_bytes, outputs + row * row_bytes
+        score, state = scores + row * KEY_TILE * 4, states + row * STATE * 4
+        if small:
+            score_keys(like, rows, query, padded, table, ahead, whole, num_units, score)
+        else:
+            score_tile(like, rows, query, padded, keys, whole, num_units, score)
+        for i in range(rows):
+            sees = visible + (row + i) // a.group
+            softmax_row(like, score + i * KEY_TILE * 4, sees, state + i * STATE * 4)
+        add_values(
+            like,
+            rows,
+            score,
+            table,
+            ahead,
+            a.side_bytes,
+            num_keys,
+            num_units,
+            padded,
+            state,
+            output,
+        )
+
+
+@_inner
+def _run_item(like: Any, a: Any, item: Int32s, after: Int32s, scratch: int) -> None:
+    """Attend one item; its result goes to the output, or to the partials when it is a part."""
+    row, head, query, num_queries = item[0], item[1], item[2], item[3]
+    first_key, end_key, partial = item[4], item[5], item[6]
+    group, width = a.group, a.width
+    num_rows = num_queries * group
+    first_token = query + _int32s(a.query_start + row * 4, 1, 1)[0, 0]
+    position = query + _int32s(a.num_computed + row * 4, 1, 1)[0, 0]
+    queries = scratch + TABLE_FLOATS * 4
+    outputs = queries + num_rows * width * 4
+    states = outputs + num_rows * (width + KEY_TILE) * 4
+    for i in range(num_rows):
+        token, query_head = first_token + i // group, head * group + i % group
+        source = a.q + token * a.q_token_bytes + query_head * a.q_head_bytes
+        load_query(like, source, a.scale, a.num_units, a.padded, queries + i * width * 4)
+    zeros = _floats(outputs, num_rows * width)
+    for i in range(num_rows * width):
+        zeros[i] = 0.0
+    state = _floats(states, num_rows * STATE)
+    for i in range(num_rows * STATE):
+        state[i] = LOWEST if i % STATE == 0 else 0.0
+
+    table, ahead = scratch, scratch + KEY_TILE * 8
+    _list_keys(a, head, row, first_key, end_key, table)
+    for tile in range(first_key, end_key, KEY_TILE):
+        if tile + KEY_TILE < end_key:
+            _list_keys(a, head, row, tile + KEY_TILE, end_key, ahead)
+        else:
+            _list_keys(a, after[1], after[0], after[4], after[5], ahead)
+        num_keys, visible = min(KEY_TILE, end_key - tile), position + 1 - tile
+        _run_tile(like, a, num_rows, visible, num_keys, table, ahead, queries)
+        table, ahead = ahead, table
+
+    for i in range(num_rows):
+        output = outputs + i * width * 4
+        if partial < 0:
+            token, query_head = first_token + i // group, head * group + i % group
+            _store(like, a, token, query_head, output, states + i * STATE * 4)
+        else:
+            target, source = _partial(a, partial + i), _floats(output, width)
+            for j in range(width):
+                target[j] = source[j]
+            source = _floats(states + i * STATE * 4, STATE)
+            for j in range(STATE):
+                target[width + j] = source[j]
+
+
+@_inner
+def _store(like: Any, a: Any, token: int, head: int, output: int, state: int) -> None:
+    target = a.out + token * a.out_token_bytes + head * a.out_head_bytes
+    store_output(like, output, state, a.num_units, a.padded, target)
+
+
+@_inner
+def _partial(a: Any, row: int) -> Any:
+    """A partial row: outputs, then state."""
+    size = a.width + STATE
+    return _floats(a.partials + row * size * 4, size)
+
+
+@_inner
+def _merge(like: Any, a: Any, merge: Int32s, scratch: int) -> None:
+    """Combine the parts of a query tile whose keys were split."""
+    row, head, query, num_queries = merge[0], merge[1], merge[2], merge[3]
+    partial, num_parts = merge[4], merge[5]
+    group, width = a.group, a.width
+    num_rows = num_queries * group
+    first_token = query + _int32s(a.query_start + row * 4, 1, 1)[0, 0]
+    total = _floats(scratch, width + STATE)
+    for i in range(num_rows):
+        top = np.float32(LOWEST)
+        for part in range(num_parts):
+            top = max(top, _partial(a, partial + part * num_rows + i)[width])
+        for j in range(width + STATE):
+            total[j] = 0.0
+        for part in range(num_parts):
+            source = _partial(a, partial + part * num_rows + i)
+            weight = np.exp2(source[width] - top)
+            for j in range(width + STATE):
+                total[j] += weight * source[j]
+        token, query_head = first_token + i // group, head * group + i % group
+        _store(like, a, token, query_head, scratch, scratch + width * 4)
+
+
+@_inner
+def _attend(like: Any) -> None:
+    """One thread's share of a layer: write keys and values, attend, merge.
+
+    `like` points to Arguments, though its type says what the pool's elements are. With fewer
+    threads than asked for the result is the same.
+    """
+    a = numba.carray(_as_arguments(like), 1)[0]
+    writes, work, merges = a.tickets + 64, a.tickets + 128, a.tickets + 192
+    scratch = a.scratch + _take_ticket(a.tickets) * a.scratch_bytes
+
+    first = _take_ticket(writes) * WRITE_TOKENS
+    while first < a.num_tokens:
+        for token in range(first, min(first + WRITE_TOKENS, a.num_tokens)):
+            _write_token(like, a, token)
+        first = _take_ticket(writes) * WRITE_TOKENS
+    if a.barrier:
+        _call(a.barrier)
+
+    items = _int32s(a.items, a.num_items, ITEM_COLUMNS)
+    i = _take_ticket(work)
+    while i < a.num_items:
+        after = _take_ticket(work)
+        _run_item(like, a, items[i], items[min(after, a.num_items - 1)], scratch)
+        i = after
+    if a.num_merges == 0:
+        return
+    if a.barrier:
+        _call(a.barrier)
+
+    parts = _int32s(a.merges, a.num_merges, MERGE_COLUMNS)
+    i = _take_ticket(merges)
+    while i < a.num_merges:
+        _merge(like, a, parts[i], scratch)
+        i = _take_ticket(merges)
+
+
+@functools.cache
+def compile_attend(element: types.Type) -> int:
+    """Address of `void attend(Arguments *)` for a pool of uint16 (bfloat16), int16 (float16) or
+    float32. Takes seconds when it is not in the cache."""
+
+    def attend(like: Any) -> None:
+        _attend(like)
+
+    signature = types.void(types.CPointer(element))
+    # The object must outlive every call: functools.cache keeps it with its address.
+    compiled = numba.cfunc(signature, nopython=True, cache=_CACHE)(attend)
+    _KEPT.append(compiled)
+    return int(compiled.address)

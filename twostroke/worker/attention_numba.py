@@ -1,0 +1,165 @@
+"""Attention on a CPU: plans a step for the compiled kernels, and calls them once a layer."""
+
+import ctypes
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numba import types
+from torch import Tensor
+
+from twostroke.messages import Int32s
+from twostroke.worker.attention import PagedAttention
+from twostroke.worker.attention_emit import LANES
+from twostroke.worker.attention_kernels import (
+    ITEM_COLUMNS,
+    MAX_ITEM_ROWS,
+    MERGE_COLUMNS,
+    TICKETS,
+    Arguments,
+    compile_attend,
+    locate_tokens,
+    plan_step,
+    scratch_floats,
+)
+from twostroke.worker.attention_simd import STATE
+
+_ELEMENTS = {
+    torch.float32: types.float32,
+    torch.bfloat16: types.uint16,
+    torch.float16: types.int16,
+}
+_CACHE_LINE = 64
+
+
+def _load_openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch has loaded, when it has GNU's entry points.
+
+    The kernels run on torch's own threads. With a pool of their own (numba's, even by OpenMP: it
+    loads a second libgomp) either pool's threads spin for milliseconds while the other works:
+    MEASURED
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "omp" in line}
+    folder = str(Path(torch.__file__).parent.parent)
+    for path in sorted(paths, key=lambda path: not path.startswith(folder)):
+        if Path(path).name.startswith(("libgomp", "libomp", "libiomp")):
+            library = ctypes.CDLL(path)
+            if hasattr(library, "GOMP_parallel") and hasattr(library, "GOMP_barrier"):
+                return library
+    return None
+
+
+class NumbaAttention(PagedAttention):
+    """Reads the pool's blocks in place, on `num_threads` threads (0: as many as torch uses).
+
+    A row's result does not depend, in any bit, on the other rows of the step or on the threads.
+    Not for concurrent use: scratch belongs to the object. Where torch brings no OpenMP with GNU's
+    entry points (macOS), one thread does all.
+    """
+
+    def __init__(self, pool: Tensor, num_heads: int, scale: float, num_threads: int = 0) -> None:
+        super().__init__(pool, num_heads, scale)
+        openmp = _load_openmp()
+        self._num_threads = (num_threads or torch.get_num_threads()) if openmp else 1
+        address = compile_attend(_ELEMENTS[pool.dtype])
+        self._run = _runner(address, self._num_threads, openmp)
+
+        itemsize = pool.element_size()
+        num_units, planes = self.head_dim * itemsize // 4, 4 // itemsize
+        padded = -(-num_units // LANES) * LANES
+        floats = scratch_floats(planes * padded, max(MAX_ITEM_ROWS, self.group))
+        # Whole pages a thread, so that no two write into one cache line.
+        self._scratch = np.zeros((self._num_threads, -(-floats // 1024) * 1024), np.float32)
+        self._scale = np.array([scale * math.log2(math.e)], np.float32)
+        self._tickets = np.zeros(TICKETS * _CACHE_LINE // 8, np.int64)
+        block, layer, side, head, row, _ = (stride * itemsize for stride in pool.stride())
+        barrier = ctypes.cast(openmp.GOMP_barrier, ctypes.c_void_p).value if openmp else 0
+        self._arguments = Arguments(
+            pool=pool.data_ptr(),
+            block_bytes=block,
+            layer_bytes=layer,
+            side_bytes=side,
+            head_bytes=head,
+            row_bytes=row,
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            group=self.group,
+            num_units=num_units,
+            padded=padded,
+            width=planes * padded,
+            scale=self._scale.ctypes.data,
+            barrier=barrier if self._num_threads > 1 else 0,
+            scratch=self._scratch.ctypes.data,
+            scratch_bytes=self._scratch.strides[0],
+            tickets=self._tickets.ctypes.data,
+            out_token_bytes=num_heads * self.head_dim * itemsize,
+            out_head_bytes=self.head_dim * itemsize,
+        )
+        self._here = ctypes.addressof(self._arguments)
+        self._step: tuple[Int32s, ...] = ()
+
+    def plan(self, query_start: Int32s, num_computed: Int32s, block_tables: Int32s) -> None:
+        query_start = np.array(query_start, np.int32)
+        num_computed = np.array(num_computed, np.int32)
+        block_tables = np.array(block_tables, np.int32, order="C")
+        shape = (query_start, num_computed, self.num_kv_heads, self.group)
+        nothing = np.empty((0, 0), np.int32)
+        num_items, num_merges, num_partials = plan_step(*shape, nothing, nothing)
+        items = np.empty((num_items, ITEM_COLUMNS), np.int32)
+        merges = np.empty((num_merges, MERGE_COLUMNS), np.int32)
+        plan_step(*shape, items, merges)
+        tokens = np.empty((2, query_start[-1]), np.int32)
+        locate_tokens(*shape[:2], block_tables, self.block_size, tokens[0], tokens[1])
+        a = self._arguments
+        partials = np.empty((num_partials, a.width + STATE), np.float32)
+        a.query_start, a.num_computed = query_start.ctypes.data, num_computed.ctypes.data
+        a.block_tables, a.table_blocks = block_tables.ctypes.data, block_tables.shape[1]
+        a.num_tokens = tokens.shape[1]
+        a.token_blocks, a.token_slots = tokens[0].ctypes.data, tokens[1].ctypes.data
+        a.num_items, a.items = num_items, items.ctypes.data
+        a.num_merges, a.merges = num_merges, merges.ctypes.data
+        a.partials = partials.ctypes.data
+        # The kernels know addresses only: this keeps what they point to.
+        self._step = (query_start, num_computed, block_tables, tokens, items, merges, partials)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        a = self._arguments
+        if q.dtype is not self.pool.dtype or q.shape[0] != a.num_tokens:
+            raise ValueError(
+                f"q has {q.shape[0]} tokens of {q.dtype}; "
+                f"planned: {a.num_tokens} of {self.pool.dtype}"
+            )
+        out = torch.empty((q.shape[0], self.num_heads * self.head_dim), dtype=q.dtype)
+        a.layer = layer
+        a.q, a.q_token_bytes, a.q_head_bytes = _rows(q)
+        a.k, a.k_token_bytes, a.k_head_bytes = _rows(k)
+        a.v, a.v_token_bytes, a.v_head_bytes = _rows(v)
+        a.out = out.data_ptr()
+        self._tickets.fill(0)
+        self._run(self._here)
+        return out
+
+
+def _runner(function: int, num_threads: int, openmp: ctypes.CDLL | None) -> Callable[[int], object]:
+    """How to run the C function at this address on all threads, given its argument."""
+    if openmp is None or num_threads == 1:
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
+    parallel = openmp.GOMP_parallel  # (function, argument, threads, flags); waits for all
+    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.restype = None
+    return lambda argument: parallel(function, argument, num_threads, 0)
+
+
+def _rows(tensor: Tensor) -> tuple[int, int, int]:
+    """Address and strides in bytes of q, k or v: [tokens, heads, head_dim]."""
+    token, head, element = tensor.stride()
+    if element != 1:
+        raise ValueError(f"strides of q, k, v are {tensor.stride()}; the last must be 1")
+    size = tensor.element_size()
+    return tensor.data_ptr(), token * size, head * size
