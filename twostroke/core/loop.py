@@ -65,7 +65,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.state, faithful=faithful)
         self._results = Results(self.state)
         self._clock = clock
-        self._rules = PlanRules(self.state, self.scheduler.token_budget) if check else None
+        self._rules = PlanRules(self.state) if check else None
         self._faithful = faithful
         self._in_flight: deque[Step] = deque()
         self._next_uid = 0
@@ -114,7 +114,7 @@ class EngineCore:
                 f"room for output; limit: max_model_len {config.max_model_len:,}; shorten the "
                 "prompt or restart with a larger --max-model-len"
             )
-        budget = self.scheduler.token_budget
+        budget = self.state.token_budget
         if not config.enable_chunked_prefill and not (
             num_prompt <= budget or 0 < config.long_prefill_token_threshold <= budget
         ):
@@ -123,12 +123,14 @@ class EngineCore:
                 f"prefill; limit: {budget:,} tokens a step; shorten the prompt or restart with a "
                 "larger --max-num-batched-tokens"
             )
-        # A window lets a sequence outgrow the pool; then its whole length counts.
-        length = num_prompt
+        needed, usable = kv.blocks_for(num_prompt), kv.pool.num_usable
+        fits = num_prompt < self.state.max_length
         if config.sliding_window is not None:
-            length = min(num_prompt + request.max_tokens, config.max_model_len)
-        usable, needed = kv.pool.num_usable, kv.blocks_at_once(length)
-        if needed > usable:
+            # A sequence may outgrow the pool, but what it holds at once may not.
+            longest = min(num_prompt + request.max_tokens, config.max_model_len)
+            needed = kv.blocks_at_once(longest)
+            fits = needed <= usable
+        if not fits:
             return (
                 f"prompt of {num_prompt:,} tokens needs {needed:,} KV blocks; limit: the pool has "
                 f"{usable:,} ({usable * config.block_size:,} tokens); shorten the prompt or "

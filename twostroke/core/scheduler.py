@@ -13,7 +13,6 @@ from enum import Enum
 
 import numpy as np
 
-from twostroke.config import SchedulerConfig
 from twostroke.core.policy import (
     MAX_TRIES,
     expected_length,
@@ -23,7 +22,6 @@ from twostroke.core.policy import (
 )
 from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
-from twostroke.errors import ConfigError
 from twostroke.messages import NO_TOKENS, Bools, Int32s, Int64s
 
 _NO_ROWS: Int64s = np.empty(0, np.int64)
@@ -89,15 +87,6 @@ class Scheduler:
         self._admitted_counts: list[int] = []
         least_lost = self.config.preemption == "least_lost"
         self._victim = least_lost_victim if least_lost else last_victim
-        self.token_budget = _budget_of(state.config)
-        if self.token_budget < 1:
-            raise ConfigError(
-                f"max_num_batched_tokens {self.config.max_num_batched_tokens} leaves no tokens "
-                f"beside one draft row for each of {self.config.max_num_seqs} seats",
-                hint="raise --max-num-batched-tokens or lower --max-num-seqs",
-            )
-        drafting = self.config.num_spec_tokens > 0 and self.config.spec_method != "ngram"
-        self._lookahead = self.config.num_spec_tokens if drafting else 0
 
     # ------------------------------------------------------------ one step
 
@@ -106,7 +95,7 @@ class Scheduler:
 
         `idle` says that no other step is in flight.
         """
-        step = Step(self._num_steps, self.token_budget)
+        step = Step(self._num_steps, self.state.token_budget)
         self._num_steps += 1
         counts = self._schedule_running(step)
         if not step.preempted:
@@ -164,7 +153,7 @@ class Scheduler:
             before = np.cumsum(wanted) - wanted
             wanted = np.clip(step.budget - before, 0, wanted).astype(np.int32)
         after = computed + wanted
-        needed = np.minimum(after + self._lookahead, config.max_model_len)
+        needed = np.minimum(after + self.state.lookahead, config.max_model_len)
         full = np.minimum(after, known)
         fills = full >= seats.register_at[slots]
         busy = (needed > seats.room[slots]) | fills
@@ -248,7 +237,7 @@ class Scheduler:
         """One row's seat, computed tokens, slots needed and full tokens, as `_grow_rows` asks."""
         slots = np.array([slot], np.int32)
         computed = self.seats.computed[slots]
-        needed = np.minimum(computed + wanted + self._lookahead, self.config.max_model_len)
+        needed = np.minimum(computed + wanted + self.state.lookahead, self.config.max_model_len)
         return slots, computed, needed, np.minimum(computed + wanted, self.seats.known[slots])
 
     # ------------------------------------------------------------ waiting requests
@@ -314,7 +303,7 @@ class Scheduler:
             hits=hits,
             num_external=num_external,
             num_new=num_new,
-            lookahead=self._lookahead if request.num_computed else 0,
+            lookahead=self.state.lookahead if request.num_computed else 0,
             reserve_full=self.config.reserve_full_isl,
             delay_registration=asynchronous,
         ):
@@ -426,12 +415,3 @@ class Scheduler:
             seats.placeholders[sampling] += 1 + step.num_drafts[samples]
             seats.num_drafts[sampling] = self.config.num_spec_tokens
             seats.drafts[sampling] = -1
-
-
-def _budget_of(config: SchedulerConfig) -> int:
-    """Tokens per step; an autoregressive draft model needs one extra row per seat."""
-    if config.max_num_scheduled_tokens is not None:
-        return config.max_num_scheduled_tokens
-    if config.num_spec_tokens > 0 and config.spec_method == "draft_model":
-        return config.max_num_batched_tokens - config.max_num_seqs
-    return config.max_num_batched_tokens

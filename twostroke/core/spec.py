@@ -44,16 +44,15 @@ def _require(holds: bool, rule: int, step: int, what: str) -> None:
 class PlanRules:
     """Checks plans in the order in which they are begun."""
 
-    def __init__(self, state: EngineState, token_budget: int) -> None:
+    def __init__(self, state: EngineState) -> None:
         self._state = state
-        self._token_budget = token_budget
         self._seats: dict[int, _Seat] = {}
 
     def check(self, plan: StepPlan) -> None:
         """Verify a plan that was just begun; raises IntegrityError."""
         step = plan.step
-        total = int(plan.num_scheduled.sum())
-        _require(total <= self._token_budget, 1, step, f"{total} tokens of {self._token_budget}")
+        total, budget = int(plan.num_scheduled.sum()), self._state.token_budget
+        _require(total <= budget, 1, step, f"{total} tokens of {budget}")
         self._change_seats(plan)
         slots = plan.slots.tolist()
         _require(len(set(slots)) == len(slots), 2, step, "a seat has two rows")

@@ -13,6 +13,7 @@ from twostroke.connector.base import KvConnectorScheduler
 from twostroke.core.queue import WaitingQueues
 from twostroke.core.request import Request, Status
 from twostroke.core.seats import Seats
+from twostroke.errors import ConfigError
 from twostroke.kv.manager import IntegrityError, KvManager
 from twostroke.messages import FinishReason, Int32s
 
@@ -35,11 +36,12 @@ class EngineState:
         self.connector = connector
         self.kv = KvManager(config)
         self.queues = WaitingQueues(config.policy)
+        drafting = config.num_spec_tokens > 0 and config.spec_method != "ngram"
+        self.lookahead = config.num_spec_tokens if drafting else 0  # slots beyond a row's tokens
+        self.token_budget = _token_budget(config)
         self.max_length = config.max_model_len
         if config.sliding_window is None and not faithful:
-            # The last token of a sequence needs no KV: hence + 1.
-            capacity = self.kv.pool.num_usable * config.block_size + 1
-            self.max_length = min(config.max_model_len, capacity)
+            self.max_length = min(config.max_model_len, self._capacity())
         self.seats = Seats(
             config.max_num_seqs,
             self.kv,
@@ -57,6 +59,17 @@ class EngineState:
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
         self._freed_slots: list[int] = []
+
+    def _capacity(self) -> int:
+        """Length at which a sequence that has the whole pool to itself must end.
+
+        Its last token needs no KV. A prompt that takes several steps needs the lookahead at its
+        last step; without it, a sequence preempted at the very end could never come back.
+        """
+        config = self.config
+        slots = self.kv.pool.num_usable * config.block_size
+        one_step = min(self.token_budget, config.long_prefill_token_threshold or slots) >= slots
+        return slots + 1 - (0 if one_step else self.lookahead)
 
     @property
     def running(self) -> Int32s:
@@ -186,3 +199,19 @@ class EngineState:
                 f"{len(queued)} waiting and {len(seated)} running requests; "
                 f"{len(self.requests)} are unfinished"
             )
+
+
+def _token_budget(config: SchedulerConfig) -> int:
+    """Tokens per step; an autoregressive draft model needs one extra row per seat."""
+    if config.max_num_scheduled_tokens is not None:
+        return config.max_num_scheduled_tokens
+    budget = config.max_num_batched_tokens
+    if config.num_spec_tokens > 0 and config.spec_method == "draft_model":
+        budget -= config.max_num_seqs
+    if budget < 1:
+        raise ConfigError(
+            f"max_num_batched_tokens {config.max_num_batched_tokens} leaves no tokens beside one "
+            f"draft row for each of {config.max_num_seqs} seats",
+            hint="raise --max-num-batched-tokens or lower --max-num-seqs",
+        )
+    return budget

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.pure.core.driver import Engine, expected_tokens
 from tests.replay import Replay, first_difference, load_directory, main
 from twostroke.config import SchedulerConfig
-from twostroke.core.scheduler import Scheduler
 from twostroke.core.state import EngineState
 from twostroke.errors import ConfigError
 from twostroke.testing.fake_executor import simulated_token
@@ -94,7 +93,7 @@ def test_draft_rows_must_leave_a_budget():
         max_num_seqs=8, max_num_batched_tokens=8, num_spec_tokens=2, spec_method="draft_model"
     )
     with pytest.raises(ConfigError, match="max_num_batched_tokens 8"):
-        Scheduler(EngineState(config))
+        EngineState(config)
 
 
 def test_a_blocked_head_is_looked_up_once():
