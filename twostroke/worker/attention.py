@@ -132,7 +132,7 @@ class TorchAttention(PagedAttention):
             out[batch.tokens] = self._decode(cache, q[batch.tokens], batch)
         for row in self._prefills:
             out[row.start : row.end] = self._prefill(cache, q[row.start : row.end], row)
-        return out.view(out.shape[0], -1)
+        return out.flatten(1)
 
     def _decode(self, cache: Tensor, q: Tensor, batch: _DecodeBatch) -> Tensor:
         """q [R, H, D]. The G heads of a KV head attend as if they were G queries of one head."""

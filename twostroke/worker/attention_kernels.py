@@ -94,7 +94,7 @@ _KEPT: list[Any] = []  # compiled functions whose address is in use
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _use_kernel_cache() -> bool:
+def use_kernel_cache() -> bool:
     """Send numba's compiled code to the user's cache directory; False when it cannot be written.
 
     numba tells stale code by the time stamp of the file that defines a kernel; the vector code is
@@ -113,7 +113,7 @@ def _use_kernel_cache() -> bool:
     return True
 
 
-_CACHE = _use_kernel_cache()
+_CACHE = use_kernel_cache()
 if not _CACHE:
     logging.getLogger(__name__).warning(
         "compiled kernels cannot be kept: %s is not writable; each start compiles them again; "

@@ -130,20 +130,29 @@ class NumbaAttention(PagedAttention):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         a = self._arguments
-        if q.dtype is not self.pool.dtype or q.shape[0] != a.num_tokens:
-            raise ValueError(
-                f"q has {q.shape[0]} tokens of {q.dtype}; "
-                f"planned: {a.num_tokens} of {self.pool.dtype}"
-            )
         out = torch.empty((q.shape[0], self.num_heads * self.head_dim), dtype=q.dtype)
         a.layer = layer
-        a.q, a.q_token_bytes, a.q_head_bytes = _rows(q)
-        a.k, a.k_token_bytes, a.k_head_bytes = _rows(k)
-        a.v, a.v_token_bytes, a.v_head_bytes = _rows(v)
+        a.q, a.q_token_bytes, a.q_head_bytes = self._rows("q", q, self.num_heads)
+        a.k, a.k_token_bytes, a.k_head_bytes = self._rows("k", k, self.num_kv_heads)
+        a.v, a.v_token_bytes, a.v_head_bytes = self._rows("v", v, self.num_kv_heads)
         a.out = out.data_ptr()
         self._tickets.fill(0)
         self._run(self._here)
         return out
+
+    def _rows(self, name: str, tensor: Tensor, num_heads: int) -> tuple[int, int, int]:
+        """Address and strides in bytes of q, k or v; the kernels trust what passes here."""
+        num_tokens, dtype = self._arguments.num_tokens, self.pool.dtype
+        if tensor.shape != (num_tokens, num_heads, self.head_dim) or tensor.dtype is not dtype:
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; planned: "
+                f"{(num_tokens, num_heads, self.head_dim)} of {dtype}"
+            )
+        token, head, element = tensor.stride()
+        if element != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}; the last must be 1")
+        size = tensor.element_size()
+        return tensor.data_ptr(), token * size, head * size
 
 
 def _runner(function: int, num_threads: int, openmp: ctypes.CDLL | None) -> Callable[[int], object]:
@@ -154,12 +163,3 @@ def _runner(function: int, num_threads: int, openmp: ctypes.CDLL | None) -> Call
     parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     parallel.restype = None
     return lambda argument: parallel(function, argument, num_threads, 0)
-
-
-def _rows(tensor: Tensor) -> tuple[int, int, int]:
-    """Address and strides in bytes of q, k or v: [tokens, heads, head_dim]."""
-    token, head, element = tensor.stride()
-    if element != 1:
-        raise ValueError(f"strides of q, k, v are {tensor.stride()}; the last must be 1")
-    size = tensor.element_size()
-    return tensor.data_ptr(), token * size, head * size
