@@ -3,11 +3,12 @@
     twostroke serve --trace trace.json        and some requests, then Ctrl-C
     python benchmarks/overlap.py trace.json --out docs/overlap.svg [--json]
 
-Prints what share of the main thread's planning lay inside a step that the worker was running, and the
-worker's idle time between steps; draws a few steps of the busiest stretch as an SVG.
+Prints what share of the main thread's planning lay inside a step that the worker was running, and
+the worker's idle time between steps; draws a few steps from the middle as an SVG.
 """
 
 import argparse
+import itertools
 import json
 from html import escape
 from pathlib import Path
@@ -42,7 +43,7 @@ def figures(spans: dict[str, list[tuple[float, float, str]]]) -> dict[str, float
         for step_start, step_end in steps
         if step_start < end and start < step_end
     )
-    idle = sorted(b[0] - a[1] for a, b in zip(steps, steps[1:], strict=False))
+    idle = sorted(b[0] - a[1] for a, b in itertools.pairwise(steps))
     length = sorted(end - start for start, end in steps)
     return {
         "steps": len(steps),
