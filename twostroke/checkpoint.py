@@ -76,6 +76,14 @@ def resolve(config: EngineConfig, progress: Progress | None = None) -> Checkpoin
     return dataclasses.replace(checkpoint, served_name=served_name or checkpoint.served_name)
 
 
+def with_local_draft(config: EngineConfig, progress: Progress | None = None) -> EngineConfig:
+    """The settings with `speculative_model` resolved to its path; downloads it like the model."""
+    if not config.speculative_model:
+        return config
+    theirs = dataclasses.replace(config, model=config.speculative_model, revision="main")
+    return dataclasses.replace(config, speculative_model=str(resolve(theirs, progress).path))
+
+
 def _local_path(name: str) -> Path | None:
     """The existing file or directory of this name, if any."""
     try:

@@ -261,6 +261,8 @@ class Metrics(Collector):
         yield self._counter(
             "prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_cache_hits
         )
+        if stats.spec_decode_num_drafts:
+            yield from self._speculation(stats)
         yield self._counter("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens)
         yield self._counter(
             "prompt_tokens_cached", "Prompt tokens not computed.", self._prompt_tokens_cached
@@ -295,6 +297,23 @@ class Metrics(Collector):
             )
             info.add_metric(list(facts.values()), 1)
             yield info
+
+    def _speculation(self, stats: EngineStats) -> Iterator[Family]:
+        yield self._counter(
+            "spec_decode_num_drafts",
+            "Times that a request had drafts verified.",
+            stats.spec_decode_num_drafts,
+        )
+        yield self._counter(
+            "spec_decode_num_draft_tokens",
+            "Draft tokens verified.",
+            stats.spec_decode_num_draft_tokens,
+        )
+        yield self._counter(
+            "spec_decode_num_accepted_tokens",
+            "Draft tokens accepted.",
+            stats.spec_decode_num_accepted_tokens,
+        )
 
     def _name(self, name: str) -> str:
         return f"{self._prefix}:{name}"
@@ -375,6 +394,10 @@ class StatusLine:
         if queries := stats.prefix_cache_queries - last.prefix_cache_queries:
             hits = stats.prefix_cache_hits - last.prefix_cache_hits
             parts.append(f"prefix hits {hits / queries:.1%}")
+        drafts = stats.spec_decode_num_draft_tokens - last.spec_decode_num_draft_tokens
+        if drafts:
+            accepted = stats.spec_decode_num_accepted_tokens - last.spec_decode_num_accepted_tokens
+            parts.append(f"drafts accepted {accepted / drafts:.1%}")
         if preemptions := stats.num_preemptions - last.num_preemptions:
             parts.append(f"preemptions {preemptions}")
         return ", ".join(parts)

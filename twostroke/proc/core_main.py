@@ -232,6 +232,7 @@ class CoreProcess:
 
 def scheduler_config(config: EngineConfig, ready: EngineReady) -> SchedulerConfig:
     """The core's part of the settings, with what was found out at start-up."""
+    method = config.speculative_method
     return SchedulerConfig(
         block_size=ready.block_size,
         num_blocks=ready.num_blocks,
@@ -242,6 +243,8 @@ def scheduler_config(config: EngineConfig, ready: EngineReady) -> SchedulerConfi
         enable_prefix_caching=config.enable_prefix_caching,
         enable_chunked_prefill=config.enable_chunked_prefill,
         policy=config.scheduling_policy,
+        num_spec_tokens=0 if method == "none" else config.num_speculative_tokens,
+        spec_method="ngram" if method == "none" else method,
         async_scheduling=config.async_scheduling,
         reserve_full_isl=config.scheduler_reserve_full_isl,
     )

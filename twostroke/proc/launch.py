@@ -106,7 +106,7 @@ class EngineProcess:
 
 def start_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineProcess:
     """Start one engine; it loads in the background and reports through its channel."""
-    return EngineProcess(config, checkpoint)
+    return EngineProcess(checkpoints.with_local_draft(config), checkpoint)
 
 
 def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:

@@ -75,7 +75,8 @@ def estimate_activations(config: EngineConfig, shape: ModelShape, itemsize: int)
 
     Counted per token: the residual stream and two normed copies, q, k, v and the attention's
     output, gate, up and their product; in a MoE layer those of each chosen expert, with a copy of
-    its input and output. Per seat: float32 logits, and three more of their size while sampling.
+    its input and output. Per sampled position, of which a seat has one and those of its drafts:
+    float32 logits, and three more of their size while sampling.
     """
     attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     feed_forward = 3 * shape.intermediate_size
@@ -83,5 +84,7 @@ def estimate_activations(config: EngineConfig, shape: ModelShape, itemsize: int)
         expert = 3 * shape.moe_intermediate_size + 2 * shape.hidden_size
         feed_forward = max(feed_forward, shape.num_experts_per_token * expert)
     per_token = (3 * shape.hidden_size + attention + feed_forward) * itemsize
-    per_seat = 4 * 4 * shape.vocab_size
-    return config.max_num_batched_tokens * per_token + config.max_num_seqs * per_seat
+    per_position = 4 * 4 * shape.vocab_size
+    drafts = 0 if config.speculative_method == "none" else config.num_speculative_tokens
+    sampled = config.max_num_seqs * (1 + drafts)
+    return config.max_num_batched_tokens * per_token + sampled * per_position

@@ -5,6 +5,7 @@ put into words for the start-up block. Block 0 is the null block and never used,
 (N - 1) * block_size tokens.
 """
 
+import math
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,7 +179,7 @@ def allocate_pool(
     device refuses that much.
     """
     shape = (num_blocks, *layout.block_shape)
-    num_bytes = num_blocks * layout.block_bytes
+    num_bytes = math.prod(shape) * dtype.itemsize
     try:
         if device.type == "cpu":
             return _lazy_zeros(num_bytes).view(dtype).view(shape)

@@ -3,6 +3,10 @@
     plan ▶ seats (who left, came, grew) ▶ flat inputs ▶ model + paged attention ▶ hidden states
          ▶ LM head of the rows that sample ▶ sampler ▶ tokens, kept at their seats and returned
 
+With speculation, rows of decodes end in draft tokens, and the sampler says how many of them hold;
+drafts are made right before the step that verifies them, or right after a step when the core plans
+with knowledge of them (see `drafting`).
+
 The tokens of a step are written to the seats here, so the next plan may be made before they are
 known. What is one request's fault comes back as a `RowError` of its row; an exception means that
 the worker cannot go on.
@@ -10,24 +14,37 @@ the worker cannot go on.
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.checkpoint import Checkpoint
+from twostroke.checkpoint import Checkpoint, open_checkpoint
 from twostroke.config import EngineConfig
 from twostroke.kv.sizing import KvLayout
-from twostroke.messages import NO_TOKENS, RowError, RowLogprobs, StepPlan, StepResult
+from twostroke.messages import (
+    NO_TOKENS,
+    Int32s,
+    Int64s,
+    RowError,
+    RowLogprobs,
+    StepPlan,
+    StepResult,
+)
 from twostroke.model.llama import DecoderModel
 from twostroke.model.registry import load_model
+from twostroke.shape import ModelShape
 from twostroke.worker import pool
 from twostroke.worker.attention import make_attention
 from twostroke.worker.device import DTYPES, choose_device, choose_dtype, estimate_activations
-from twostroke.worker.inputs import SeatTable, StepInputs
+from twostroke.worker.draft_model import ModelDrafter, check_vocabulary
+from twostroke.worker.drafting import Drafter, NgramDrafter
+from twostroke.worker.inputs import PlanError, SeatTable, StepInputs, spans
 from twostroke.worker.logprobs import token_logprobs
 from twostroke.worker.pool import Fact
-from twostroke.worker.sampler import Sampler
+from twostroke.worker.sampler import NO_DRAFT, Sampled, Sampler
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -57,13 +74,13 @@ class ModelRunner:
         weights = f"loaded in {time.monotonic() - start_s:.1f} s"
         weights_fact = ("Weights", pool.bytes_text(self.model.weight_bytes), weights)
 
-        layout = KvLayout(
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype_name,
-            block_size=config.block_size,
-        )
+        draft = self._load_draft(config, shape, dtype, progress)
+        self._weight_bytes = self.model.weight_bytes + (draft.weight_bytes if draft else 0)
+
+        layout, draft_layout = _layout_of(shape, dtype_name, config), None
+        if draft is not None:
+            draft_layout = _layout_of(draft.shape, dtype_name, config)
+            layout = replace(layout, draft_token_bytes=draft_layout.token_bytes)
         size = pool.size_pool(
             config,
             layout,
@@ -91,7 +108,45 @@ class ModelRunner:
         )
         # Seats whose prompt log-probs are wanted: how many of the top, else -1.
         self._prompt_logprobs = np.full(config.max_num_seqs, -1, np.int32)
+        self._num_drafts = config.num_speculative_tokens
+        self._reports_drafts = not config.async_scheduling
+        self.drafter = self._make_drafter(config, draft, draft_layout)
         self._warm_up(progress)
+
+    def _load_draft(
+        self,
+        config: EngineConfig,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        progress: Progress | None,
+    ) -> DecoderModel | None:
+        """The draft model, when the settings ask for one; it runs like the model does."""
+        if config.speculative_method != "draft_model":
+            return None
+        path = Path(config.speculative_model)
+        checkpoint = open_checkpoint(path, load_format=config.load_format)
+        check_vocabulary(checkpoint.shape, shape, checkpoint.name)
+        return load_model(
+            checkpoint, dtype=dtype, device=self.device, seed=config.seed, progress=progress
+        )
+
+    def _make_drafter(
+        self, config: EngineConfig, draft: DecoderModel | None, layout: KvLayout | None
+    ) -> Drafter | None:
+        most = f"{config.num_speculative_tokens} tokens a step"
+        if config.speculative_method == "ngram":
+            fewest, longest = config.prompt_lookup_min, config.prompt_lookup_max
+            reason = f"--speculative-method ngram, {fewest} to {longest} tokens that recur"
+            self.facts.append(("Drafts", most, reason))
+            return NgramDrafter(self.seats, shortest=fewest, longest=longest)
+        if draft is None or layout is None:
+            return None
+        dtype = DTYPES[layout.dtype]
+        draft_pool = pool.allocate_pool(self.num_blocks, layout, dtype, self.device)
+        weights = pool.bytes_text(draft.weight_bytes)
+        name = Path(config.speculative_model).name
+        self.facts.append(("Drafts", most, f"--speculative-model {name}, {weights} weights"))
+        return ModelDrafter(draft, draft_pool, self.seats)
 
     def _memory(self, config: EngineConfig, free_bytes: int, activation_bytes: int) -> pool.Memory:
         """What is left for the KV pool; on a CPU `free_bytes` were free before the weights came."""
@@ -100,7 +155,7 @@ class ModelRunner:
             return pool.cpu_memory(
                 utilization,
                 free_bytes,
-                weight_bytes=self.model.weight_bytes,
+                weight_bytes=self._weight_bytes,
                 activation_bytes=activation_bytes,
             )
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
@@ -131,26 +186,89 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run_rows(self, plan: StepPlan, result: StepResult) -> None:
-        inputs = self.seats.step_inputs(plan)
+        num_drafts = self._fill_in_drafts(plan)
+        inputs = self.seats.step_inputs(plan, num_drafts)
         hidden = self._forward(inputs)
+        if self.drafter is not None:
+            self.drafter.follow(plan, inputs)
         self._report_prompt_logprobs(plan, inputs, hidden, result)
         rows = np.flatnonzero(plan.samples)
         if not len(rows):
             return
-        last = torch.from_numpy(inputs.query_start[rows + 1].astype(np.int64) - 1)
+        # A row with g drafts is sampled at its last g + 1 positions.
+        widths = np.ones(len(rows), np.int32)
+        if len(num_drafts):
+            widths += num_drafts[rows]
+            result.num_verified = num_drafts
+        last = torch.from_numpy(spans(inputs.query_start[rows + 1] - widths, widths))
         logits = self.model.logits(hidden[last.to(self.device)])
-        seats = plan.slots[rows]
-        sampled = self.sampler.sample(logits, seats, self.seats.num_tokens[seats])
-        self.seats.append(seats, sampled.token_ids)
-        result.num_sampled[rows[sampled.sound]] = 1
-        result.token_ids = sampled.token_ids[sampled.sound]
-        for i, logprobs in sampled.logprobs.items():
-            if sampled.sound[i]:
-                result.logprobs.append(RowLogprobs(int(rows[i]), [logprobs]))
-        for row in rows[~sampled.sound].tolist():
+        sampled = self._sample(logits, plan.slots[rows], widths)
+        self._keep(plan, rows, widths, sampled, result)
+        if self.drafter is not None and self._reports_drafts:
+            self._propose_next(plan, result)
+
+    def _sample(self, logits: Tensor, seats: Int32s, widths: Int32s) -> Sampled:
+        """Sample at `widths[i]` positions of `seats[i]`, the last ones behind drafts."""
+        starts = self.seats.num_tokens[seats]
+        if int(widths.max()) == 1:
+            return self.sampler.sample(logits, seats, starts)
+        drafts = np.full(len(logits), NO_DRAFT, np.int32)
+        ends = np.cumsum(widths) - 1
+        drafts[np.delete(np.arange(len(logits)), ends)] = self.seats.drafts(seats, widths - 1)
+        return self.sampler.sample(logits, np.repeat(seats, widths), spans(starts, widths), drafts)
+
+    def _keep(
+        self, plan: StepPlan, rows: Int64s, widths: Int32s, sampled: Sampled, result: StepResult
+    ) -> None:
+        """Write the tokens that hold to their seats and into the result."""
+        firsts = np.cumsum(widths) - widths
+        counts = np.add.reduceat(sampled.kept, firsts, dtype=np.int32)
+        self.seats.append(plan.slots[rows], counts, sampled.token_ids[sampled.kept])
+        sound = ~np.logical_or.reduceat(sampled.kept & ~sampled.sound, firsts)
+        result.num_sampled[rows[sound]] = counts[sound]
+        kept = sampled.kept & np.repeat(sound, widths)
+        result.token_ids = sampled.token_ids[kept]
+        for row, first, count in zip(
+            rows[sound].tolist(), firsts[sound].tolist(), counts[sound].tolist(), strict=True
+        ):
+            if first in sampled.logprobs:
+                theirs = [sampled.logprobs[i] for i in range(first, first + count)]
+                result.logprobs.append(RowLogprobs(row, theirs))
+        for row in rows[~sound].tolist():
             result.errors.append(
                 RowError(row, "no token can be sampled: the model's logits are not finite")
             )
+
+    def _fill_in_drafts(self, plan: StepPlan) -> Int32s:
+        """Put the drafts of the plan, or our own, behind their seats' tokens; how many [rows]."""
+        if not len(plan.num_drafts):
+            return NO_TOKENS
+        if self.drafter is None:
+            raise PlanError("draft tokens to verify, but this worker does not speculate")
+        rows = np.flatnonzero(plan.num_drafts)
+        seats, counts = plan.slots[rows], plan.num_drafts[rows]
+        if (plan.draft_token_ids < 0).any():
+            counts = self._propose(seats, counts)
+        else:
+            self.seats.put_drafts(seats, counts, plan.draft_token_ids)
+        num_drafts = np.zeros(len(plan.slots), np.int32)
+        num_drafts[rows] = counts
+        return num_drafts
+
+    def _propose_next(self, plan: StepPlan, result: StepResult) -> None:
+        """Drafts for the next step of each row that got a token, to be handed out by the core."""
+        rows = np.flatnonzero(result.num_sampled)
+        seats = plan.slots[rows]
+        counts = self._propose(seats, np.full(len(rows), self._num_drafts, np.int32))
+        result.num_drafts = np.zeros(len(plan.slots), np.int32)
+        result.num_drafts[rows] = counts
+        result.draft_token_ids = self.seats.drafts(seats, counts)
+
+    def _propose(self, seats: Int32s, limits: Int32s) -> Int32s:
+        """Ask for drafts, at most as many as a request can still use beside a sampled token."""
+        assert self.drafter is not None
+        wanted = self.seats.max_tokens[seats] - self.seats.num_tokens[seats] - 1
+        return self.drafter.propose(seats, np.clip(wanted, 0, limits))
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states [T, hidden] after the final norm."""
@@ -164,7 +282,7 @@ class ModelRunner:
     ) -> None:
         """Append log-probs of the prompt tokens that this step's rows predict."""
         for row in np.flatnonzero(self._prompt_logprobs[plan.slots] >= 0).tolist():
-            seat, first = int(plan.slots[row]), int(plan.num_computed[row])
+            seat, first = int(plan.slots[row]), int(inputs.num_computed[row])
             # Position p predicts token p + 1; the last prompt position predicts an output.
             num_prompt = int(self.seats.num_prompt_tokens[seat])
             count = min(int(plan.num_scheduled[row]), num_prompt - 1 - first)
@@ -190,9 +308,22 @@ class ModelRunner:
         if progress is not None:
             progress("kernels", 0, 1)
         for counts in ((1, 1), (self.seats.block_size, 1), (2, 2)):
-            self._forward(_null_block_inputs(counts, self.seats.block_size))
+            inputs = _null_block_inputs(counts, self.seats.block_size)
+            self._forward(inputs)
+            if isinstance(self.drafter, ModelDrafter):
+                self.drafter.forward(inputs)
         if progress is not None:
             progress("kernels", 1, 1)
+
+
+def _layout_of(shape: ModelShape, dtype: str, config: EngineConfig) -> KvLayout:
+    return KvLayout(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        block_size=config.block_size,
+    )
 
 
 def _null_block_inputs(counts: tuple[int, ...], block_size: int) -> StepInputs:

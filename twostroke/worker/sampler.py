@@ -6,7 +6,16 @@ stop ids to hold back) is kept for those seats alone. The order is vLLM's:
     raw log-probs -> logit bias, min_tokens -> penalties
                   -> greedy argmax, or temperature -> min_p -> top-k, top-p -> draw
 
-A batch of plain greedy rows costs one argmax. Shapes: S seats, R rows, V vocabulary.
+A batch of plain greedy rows costs one argmax.
+
+Drafts are verified by sampling: a seat with g drafts has g + 1 rows, each sampled as if the drafts
+before it had been accepted, and a draft is accepted when it is the token that was sampled at its
+position. Every token is thus drawn from the target's own distribution and by the same random number
+as without drafts: speculation changes no distribution, and a seeded request's tokens not at all. A
+draft is accepted with the probability that the target gives it, which is that of rejection sampling
+(Leviathan, Kalman and Matias 2023) when the draft is deterministic, as all of ours are.
+
+Shapes: S seats, R rows, V vocabulary.
 """
 
 import hashlib
@@ -16,19 +25,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.messages import Bools, Int32s, Int64s, NewRequest, TokenLogprobs
+from twostroke.messages import NO_TOKENS, Bools, Int32s, Int64s, NewRequest, TokenLogprobs
+from twostroke.worker.inputs import spans
 from twostroke.worker.logprobs import token_logprobs
 from twostroke.worker.sampler_draw import UInt64s, draw, uniforms
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy, as in vLLM
+NO_DRAFT = -1  # equals no token
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """A token for each row; where `sound` is False there was none to draw and it is 0."""
+    """A token for each row; where `sound` is False there was none to draw and it is 0.
+
+    A row is `kept` when the drafts that it builds on were all accepted.
+    """
 
     token_ids: Int32s  # [R]
     sound: Bools  # [R]
+    kept: Bools  # [R]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by row, where asked for
 
 
@@ -91,17 +106,21 @@ class Sampler:
         name = f"{self._seed}:{new.request_id}".encode()
         return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 
-    def sample(self, logits: Tensor, seats: Int32s, positions: Int32s) -> Sampled:
+    def sample(
+        self, logits: Tensor, seats: Int32s, positions: Int32s | Int64s, drafts: Int32s = NO_TOKENS
+    ) -> Sampled:
         """Sample one token for each row of `logits` [R, V] float32, which may be overwritten.
 
         `positions` [R] are where the tokens go in their requests: num_prompt_tokens for the first.
+        `drafts` [R] or empty: what stands there already, to be verified; NO_DRAFT in the last row
+        of each seat. The rows of a seat are in order and side by side.
         """
         outputs = positions - self._num_prompt_tokens[seats]
         reported = np.flatnonzero(self._num_logprobs[seats] >= 0)
         if len(reported):
             rows = torch.from_numpy(reported).to(self._device)
             raw = torch.log_softmax(logits.index_select(0, rows), -1)
-        self._edit(logits, seats, outputs)
+        self._edit(logits, seats, outputs, drafts)
         tokens = argmax(logits)
         sound: Bools = torch.isfinite(logits.gather(-1, tokens[:, None])[:, 0]).cpu().numpy()
         drawn = np.flatnonzero(sound & (self._temperature[seats] >= GREEDY_BELOW))
@@ -117,16 +136,22 @@ class Sampler:
             )
         if not sound.all():
             tokens[torch.from_numpy(~sound).to(self._device)] = 0
-        self._penalties.count(seats, tokens)
+        token_ids = tokens.to("cpu", torch.int32).numpy()
+        kept = np.ones(len(seats), np.bool_)
+        if len(drafts):
+            kept = _accept(seats, sound & (token_ids == drafts))
+        self._penalties.count(seats, tokens, kept)
         logprobs: dict[int, TokenLogprobs] = {}
         if len(reported):
             rows = torch.from_numpy(reported).to(self._device)
             wanted = self._num_logprobs[seats[reported]].tolist()
             found = token_logprobs(raw, tokens[rows], wanted)
             logprobs = dict(zip(reported.tolist(), found, strict=True))
-        return Sampled(tokens.to("cpu", torch.int32).numpy(), sound, logprobs)
+        return Sampled(token_ids, sound, kept, logprobs)
 
-    def _edit(self, logits: Tensor, seats: Int32s, outputs: Int32s) -> None:
+    def _edit(
+        self, logits: Tensor, seats: Int32s, outputs: Int32s | Int64s, drafts: Int32s
+    ) -> None:
         """Apply logit bias, min_tokens and penalties in place."""
         biased = np.flatnonzero(self._has_bias[seats])
         if len(biased):
@@ -139,7 +164,7 @@ class Sampler:
             held_back = [self._held_back[seat] for seat in seats[early].tolist()]
             minus_infinity = torch.tensor(-torch.inf, device=self._device)
             logits.index_put_(self._index(early, held_back), minus_infinity)
-        self._penalties.apply(logits, seats)
+        self._penalties.apply(logits, seats, drafts)
 
     def _index(self, rows: Int64s, token_ids: list[Int64s]) -> tuple[Tensor, Tensor]:
         """(row, token) indices, where row `rows[i]` has `token_ids[i]`."""
@@ -147,6 +172,21 @@ class Sampler:
         flat_ids = np.concatenate(token_ids)
         device = self._device
         return torch.from_numpy(flat_rows).to(device), torch.from_numpy(flat_ids).to(device)
+
+
+def _places(seats: Int32s) -> Int64s:
+    """For each row: which of its seat's rows it is, from 0 on."""
+    index = np.arange(len(seats))
+    first = np.append(True, seats[1:] != seats[:-1])
+    places: Int64s = index - np.maximum.accumulate(np.where(first, index, 0))
+    return places
+
+
+def _accept(seats: Int32s, accepted: Bools) -> Bools:
+    """Rows all of whose seat's rows before them had their draft `accepted`."""
+    refused: Int64s = np.cumsum(~accepted) - ~accepted  # before each row
+    kept: Bools = refused == refused[np.arange(len(seats)) - _places(seats)]
+    return kept
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -202,7 +242,8 @@ class _Penalties:
             self._free.append(line)
             self._line[seat] = -1
 
-    def apply(self, logits: Tensor, seats: Int32s) -> None:
+    def apply(self, logits: Tensor, seats: Int32s, drafts: Int32s) -> None:
+        """Penalise in place; a row counts the drafts of its seat's rows before it as output."""
         penalised = np.flatnonzero(self._line[seats] >= 0)
         if not len(penalised):
             return
@@ -211,19 +252,32 @@ class _Penalties:
         strengths = self._strengths[:, seats[penalised]].astype(np.float32)
         presence, frequency, repetition = torch.from_numpy(strengths).to(self._device)[:, :, None]
         x = logits.index_select(0, rows)
+        drafted = self._drafts_before(penalised, seats, drafts) if len(drafts) else None
         if (strengths[2] != 1).any():
+            seen = self._seen.index_select(0, lines)
+            if drafted is not None:
+                seen.index_put_(drafted, seen.new_ones(()))
             repeated = torch.where(x > 0, x / repetition, x * repetition)
-            x = torch.where(self._seen.index_select(0, lines), repeated, x)
+            x = torch.where(seen, repeated, x)
         if strengths[:2].any():
             counts = self._counts.index_select(0, lines)
+            if drafted is not None:
+                counts.index_put_(drafted, counts.new_ones(()), accumulate=True)
             x -= frequency * counts + presence * (counts > 0)
         logits[rows] = x
 
-    def count(self, seats: Int32s, tokens: Tensor) -> None:
-        """Note the sampled `tokens` [R] of rows at `seats`, each seat once."""
-        penalised = np.flatnonzero(self._line[seats] >= 0)
+    def _drafts_before(self, rows: Int64s, seats: Int32s, drafts: Int32s) -> tuple[Tensor, Tensor]:
+        """(i, token) for each draft that row `rows[i]` builds on."""
+        places = _places(seats[rows])
+        theirs = drafts[spans(rows - places, places)].astype(np.int64)
+        which = torch.from_numpy(np.repeat(np.arange(len(rows)), places))
+        return which.to(self._device), torch.from_numpy(theirs).to(self._device)
+
+    def count(self, seats: Int32s, tokens: Tensor, kept: Bools) -> None:
+        """Note the sampled `tokens` [R] of rows at `seats`, where they were kept."""
+        penalised = np.flatnonzero((self._line[seats] >= 0) & kept)
         if len(penalised):
             lines = torch.from_numpy(self._line[seats[penalised]]).to(self._device)
-            theirs = tokens[torch.from_numpy(penalised).to(self._device)]
-            self._counts[lines, theirs] += 1
-            self._seen[lines, theirs] = True
+            index = lines, tokens[torch.from_numpy(penalised).to(self._device)]
+            self._counts.index_put_(index, self._counts.new_ones(()), accumulate=True)
+            self._seen.index_put_(index, self._seen.new_ones(()))

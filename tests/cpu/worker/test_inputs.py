@@ -63,7 +63,7 @@ def test_rows_become_flat_inputs_in_plan_order():
 def test_blocks_grow_seat_by_seat_and_sampled_tokens_are_kept():
     seats = table()
     seats.apply(plan(new=[new(0, [1, 2, 3, 4], [1]), new(3, [7], [2])]))
-    seats.append(ints(0, 3), ints(50, 51))
+    seats.append(ints(0, 3), ints(1, 1), ints(50, 51))
     seats.apply(
         plan(grown_slots=ints(3, 0), grown_counts=ints(2, 1), grown_blocks=ints(30, 31, 32))
     )
@@ -119,7 +119,10 @@ def test_any_mix_of_rows_equals_the_loop_over_tokens(data: st.DataObject):
         (plan([(0, 0, 3, True)]), "samples before its last token"),
         (plan([(2, 0, 9, True)]), "past its blocks"),
         (plan([(3, 20, 10, True)]), "samples past the model's length"),
-        (plan([(0, 0, 1, False)], num_drafts=ints(1)), "does not speculate"),
+        (plan([(0, 0, 1, False)], num_drafts=ints(1)), "schedules no token"),
+        (plan([(0, 0, 2, False)], num_drafts=ints(1)), "drafts without sampling"),
+        (plan([(0, 0, 2, False)], num_drafts=ints(0, 0)), r"1 rows with \[0, 0\] drafts"),
+        (plan([(3, 29, 2, True)], num_drafts=ints(1)), "samples past the model's length"),
         (plan(new=[new(0, [1], [1])]), "seat 0 is taken"),
         (plan(new=[new(4, [1], [1])]), "seat 4; there are 4"),
         (plan(new=[new(1, [1] * 31, [1])]), "31 tokens"),
