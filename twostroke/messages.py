@@ -192,6 +192,9 @@ class EngineStats(msgspec.Struct):
     generation_tokens: int = 0
     num_steps: int = 0
     step_tokens: int = 0
+    spec_decode_num_drafts: int = 0  # rows that verified drafts
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs", kw_only=True):
@@ -322,6 +325,7 @@ class StepResult(msgspec.Struct, tag="result", kw_only=True):
     token_ids: Int32s
     num_drafts: Int32s = NO_TOKENS  # [rows] or empty: drafts proposed for the next step
     draft_token_ids: Int32s = NO_TOKENS
+    num_verified: Int32s = NO_TOKENS  # [rows] or empty: drafts that it had, of those planned
     logprobs: list[RowLogprobs] = []
     errors: list[RowError] = []
     kv: KvReport | None = None
