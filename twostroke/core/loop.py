@@ -250,6 +250,8 @@ class EngineCore:
             self._ended(finished, now)
         self._stats.prompt_tokens += outcome.num_prompt_tokens
         self._stats.generation_tokens += int(outcome.num_kept.sum())
+        if len(result.num_verified):
+            self._count_drafts(result, outcome)
         outputs = self._drain(now)
         outputs.handles, outputs.num_tokens = handles_of(step, outcome)
         outputs.token_ids = outcome.token_ids
@@ -257,6 +259,13 @@ class EngineCore:
             outputs.logprobs = _logprobs_of(step, result, outcome)
         outputs.stats = self.stats()
         return outputs
+
+    def _count_drafts(self, result: StepResult, outcome: Outcome) -> None:
+        """Drafts verified in rows whose request still wanted tokens."""
+        rows = (result.num_verified > 0) & (outcome.num_kept > 0)
+        self._stats.spec_decode_num_drafts += int(rows.sum())
+        self._stats.spec_decode_num_draft_tokens += int(result.num_verified[rows].sum())
+        self._stats.spec_decode_num_accepted_tokens += int((result.num_sampled[rows] - 1).sum())
 
     def take_outputs(self) -> EngineOutputs | None:
         """Events and ends that belong to no step (arrivals, aborts, refusals), or None."""
