@@ -26,7 +26,7 @@ from twostroke.config import SchedulerConfig
 from twostroke.connector.base import KvRequest
 from twostroke.core.loop import EngineCore
 from twostroke.core.request import Request
-from twostroke.core.scheduler import Admission, Step
+from twostroke.core.step import Admission, Step
 from twostroke.messages import (
     AddRequest,
     EngineOutputs,

@@ -10,7 +10,6 @@ the last are known.
 """
 
 import copy
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,9 +20,10 @@ from twostroke.config import SchedulerConfig
 from twostroke.connector.base import KvConnectorScheduler
 from twostroke.core.request import Request, Status
 from twostroke.core.results import Outcome, Results, handles_of
-from twostroke.core.scheduler import Scheduler, Step
+from twostroke.core.scheduler import Scheduler
 from twostroke.core.spec import PlanRules
 from twostroke.core.state import EngineState
+from twostroke.core.step import Step
 from twostroke.kv.manager import IntegrityError
 from twostroke.messages import (
     NO_TOKENS,
@@ -62,12 +62,10 @@ class EngineCore:
     ) -> None:
         self.config = config
         self.state = EngineState(config, connector, faithful=faithful)
-        self.scheduler = Scheduler(self.state, faithful=faithful)
+        self.scheduler = Scheduler(self.state)
         self._results = Results(self.state)
         self._clock = clock
         self._rules = PlanRules(self.state) if check else None
-        self._faithful = faithful
-        self._in_flight: deque[Step] = deque()
         self._next_uid = 0
         self._finished: list[Finished] = []
         self._prefills: list[PrefillInfo] = []
@@ -85,7 +83,7 @@ class EngineCore:
             raise ValueError(f"handle {request.handle} is that of a live request")
         now = self._clock.now()
         self._events.append((request.handle, EventKind.QUEUED, now))
-        if not self._faithful and (problem := self._refusal(request)):
+        if not self.state.faithful and (problem := self._refusal(request)):
             self._ended(Finished(request.handle, FinishReason.ERROR, error=problem), now)
             return
         may_read = request.params.prompt_logprobs is None
@@ -94,7 +92,7 @@ class EngineCore:
         )
         self._next_uid += 1
         queued = Request(request, self._next_uid, table)
-        if not self._faithful:
+        if not self.state.faithful:
             # Beyond the longest possible sequence `min_tokens` would keep it from ever ending.
             room = self.state.max_length - queued.num_prompt_tokens
             queued.min_tokens = min(queued.min_tokens, room)
@@ -123,14 +121,8 @@ class EngineCore:
                 f"prefill; limit: {budget:,} tokens a step; shorten the prompt or restart with a "
                 "larger --max-num-batched-tokens"
             )
-        needed, usable = kv.blocks_for(num_prompt), kv.pool.num_usable
-        fits = num_prompt < self.state.max_length
-        if config.sliding_window is not None:
-            # A sequence may outgrow the pool, but what it holds at once may not.
-            longest = min(num_prompt + request.max_tokens, config.max_model_len)
-            needed = kv.blocks_at_once(longest)
-            fits = needed <= usable
-        if not fits:
+        needed, usable = kv.blocks_at_once(num_prompt), kv.pool.num_usable
+        if needed > usable:
             return (
                 f"prompt of {num_prompt:,} tokens needs {needed:,} KV blocks; limit: the pool has "
                 f"{usable:,} ({usable * config.block_size:,} tokens); shorten the prompt or "
@@ -163,12 +155,12 @@ class EngineCore:
     @property
     def num_in_flight(self) -> int:
         """Plans begun and not finished."""
-        return len(self._in_flight)
+        return len(self.state.in_flight)
 
     @property
     def last_step(self) -> Step:
         """The step that was begun last; there must be one in flight."""
-        return self._in_flight[-1]
+        return self.state.in_flight[-1]
 
     def has_work(self) -> bool:
         """Whether `begin` has anything to say: requests, or seats to vacate."""
@@ -182,8 +174,8 @@ class EngineCore:
         if not self.state.has_work:
             return None
         now = self._clock.now()
-        step = self.scheduler.schedule(idle=not self._in_flight)
-        self._in_flight.append(step)
+        step = self.scheduler.schedule(idle=not any(len(s.slots) for s in self.state.in_flight))
+        self.state.in_flight.append(step)
         self._note_step(step, now)
         plan = self._plan_of(step)
         if self._rules is not None:
@@ -196,6 +188,8 @@ class EngineCore:
         self._stats.step_tokens += int(step.num_scheduled.sum())
         for request in step.preempted:
             self._events.append((request.handle, EventKind.PREEMPTED, now))
+        for finished in step.ended:
+            self._ended(finished, now)
         for admission in step.admitted:
             request = admission.request
             self._events.append((request.handle, EventKind.SCHEDULED, now))
@@ -237,7 +231,7 @@ class EngineCore:
 
     def finish(self, result: StepResult) -> EngineOutputs:
         """Process the result of the oldest plan in flight."""
-        step = self._in_flight.popleft()
+        step = self.state.in_flight.popleft()
         if result.step != step.number:
             raise IntegrityError(f"result of step {result.step} while {step.number} is due")
         if self._rules is not None:

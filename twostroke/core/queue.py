@@ -68,6 +68,10 @@ class WaitingQueues:
     def num_blocked(self) -> int:
         return len(self._blocked)
 
+    def is_blocked(self, request: Request) -> bool:
+        """Whether it waits for something outside."""
+        return self._blocked.get(request.place) is request
+
     @property
     def num_holding_blocks(self) -> int:
         """Requests in `skipped` that own blocks: their load is under way or has ended."""
@@ -113,12 +117,12 @@ class WaitingQueues:
             if heap.members.get(request.place) is request:
                 heap.remove(request)
                 return
-        if self._blocked.get(request.place) is request:
+        if self.is_blocked(request):
             del self._blocked[request.place]
 
     def wake(self, request: Request) -> None:
         """What a blocked request waited for has happened."""
-        if self._blocked.get(request.place) is request:
+        if self.is_blocked(request):
             del self._blocked[request.place]
             self._ready.push(request)
 

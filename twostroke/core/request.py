@@ -37,7 +37,8 @@ class Request:
     `tokens` are the tokens known so far while it has no seat (`slot` is -1). `num_placeholders`
     counts tokens that steps in flight will produce. `frames_to_discard` counts results in flight
     that a forced cache reset made void. `may_load` is whether the connector is asked for its KV,
-    `num_passes` how many requests were admitted past it while it lacked blocks.
+    `num_passes` how many requests were admitted past it while it lacked blocks, `num_stalls` how
+    often it preempted itself at length `stalled_at` with nobody else to preempt.
     """
 
     __slots__ = (
@@ -52,18 +53,21 @@ class Request:
         "may_load",
         "min_tokens",
         "num_computed",
+        "num_failed_loads",
         "num_known",
         "num_local_hit",
         "num_passes",
         "num_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_stalls",
         "params",
         "place",
         "priority_key",
         "prompt",
         "request_id",
         "slot",
+        "stalled_at",
         "status",
         "stop_ids",
         "table",
@@ -99,7 +103,10 @@ class Request:
         self.num_placeholders = 0
         self.num_preemptions = 0
         self.num_local_hit = 0
+        self.num_failed_loads = 0
         self.num_passes = 0
+        self.num_stalls = 0
+        self.stalled_at = -1
         self.cached_tokens = 0
         self.frames_to_discard = 0
         self.load_failed = False

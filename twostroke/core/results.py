@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from twostroke.core.request import Request, Status
-from twostroke.core.scheduler import Step
 from twostroke.core.state import EngineState
+from twostroke.core.step import Step
+from twostroke.kv.blocks import NULL_BLOCK
 from twostroke.messages import Finished, FinishReason, Int32s, Int64s, KvReport, StepResult
 
 _LOAD_ERROR = "KV transfer failed: part of the prompt's KV did not arrive; limit: none; try again"
@@ -34,6 +35,8 @@ class Results:
     def __init__(self, state: EngineState) -> None:
         self._state = state
         self._async = state.config.async_scheduling
+        # With a window, blocks that recomputed tokens must see may have been released: start over.
+        self._loses_window = state.kv.windowed and not state.faithful
 
     def apply(self, step: Step, result: StepResult) -> Outcome:
         """Process the result of the oldest step in flight."""
@@ -144,6 +147,9 @@ class Results:
         seats = self._state.seats
         if request.slot >= 0:
             seats.read(request)
+        if request.frames_to_discard > 0 and not self._state.faithful:
+            self._discard(request)
+            return
         new = result.token_ids[start : start + int(result.num_sampled[row])].tolist()
         rejected = max(int(step.num_drafts[row]) - (len(new) - 1), 0)
         if request.num_computed > 0:
@@ -151,9 +157,7 @@ class Results:
         if request.num_placeholders > 0:
             request.num_placeholders -= rejected
         if request.frames_to_discard > 0:
-            request.frames_to_discard -= 1
-            if request.slot >= 0:
-                seats.write(request)
+            self._discard(request)  # as vLLM does, after drafts were counted as rejected
             return
         if request.num_known == request.num_prompt_tokens:
             outcome.first_tokens.append(request.handle)
@@ -163,6 +167,12 @@ class Results:
         if stop is not None:
             self._end(request, stop)
             outcome.finished.append(stop)
+
+    def _discard(self, request: Request) -> None:
+        """A result that was in flight when it became void."""
+        request.frames_to_discard -= 1
+        if request.slot >= 0:
+            self._state.seats.write(request)
 
     def _append(self, request: Request, new: list[int]) -> Finished | None:
         """Append tokens up to the first stop; `new` is cut behind it."""
@@ -222,19 +232,29 @@ class Results:
             if request.request_id in failed:
                 first = request.num_local_hit // state.config.block_size
                 invalid.update(request.table.blocks[first:])
+        if not state.faithful:
+            invalid.discard(NULL_BLOCK)
         if not invalid:
             return {}
         recompute = state.config.kv_load_failure_policy == "recompute"
-        scheduled = dict(zip(step.uids.tolist(), step.num_scheduled.tolist(), strict=True))
         void: dict[int, Request] = {}
         marked: set[int] = set()
         for request in loading:
-            if self._cut(request, 0, invalid, marked) is not None:
-                if recompute:
-                    request.load_failed = True
-                else:
-                    void[request.uid] = request
-        marked = set()
+            if self._cut(request, 0, invalid, marked) is None:
+                continue
+            if not recompute:
+                void[request.uid] = request
+            elif self._loses_window:
+                request.num_computed = 0
+            request.load_failed = recompute
+        self._fail_running(step, invalid, void)
+        return void
+
+    def _fail_running(self, step: Step, invalid: set[int], void: dict[int, Request]) -> None:
+        """The same for running requests: their row of this step is void."""
+        state = self._state
+        scheduled = dict(zip(step.uids.tolist(), step.num_scheduled.tolist(), strict=True))
+        marked: set[int] = set()
         forgotten: set[int] = set()
         for slot in state.running.tolist():
             request = state.request_at(slot)
@@ -243,11 +263,18 @@ class Results:
             if first_cut is None:
                 continue
             void[request.uid] = request
+            if not state.faithful:
+                # vLLM keeps waiting for this step's token, and takes the next one, which was
+                # computed from what did not arrive.
+                state.void_results(request)
             state.seats.write(request)
             forgotten.update(request.table.blocks[first_cut:])
-        if not recompute:
+        if state.config.kv_load_failure_policy == "fail":
             state.kv.forget(sorted(forgotten))
-        return void
+            return
+        for request in void.values():
+            if request.slot >= 0 and self._loses_window:
+                state.preempt(state.running.tolist().index(request.slot))
 
     def _cut(
         self, request: Request, num_scheduled: int, invalid: set[int], marked: set[int]

@@ -8,12 +8,13 @@ request is preempted and later recomputed. The rules are those of vLLM 0.22.1, d
 one are known, they count as placeholders. What results do to requests is in `core.results`.
 """
 
-from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 
 from twostroke.core.policy import (
+    MAX_FAILED_LOADS,
+    MAX_STALLS,
     MAX_TRIES,
     expected_length,
     last_victim,
@@ -22,45 +23,8 @@ from twostroke.core.policy import (
 )
 from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
-from twostroke.messages import NO_TOKENS, Bools, Int32s, Int64s
-
-_NO_ROWS: Int64s = np.empty(0, np.int64)
-
-
-@dataclass(slots=True)
-class Admission:
-    """A request that left the waiting queues in a step, to run or to load.
-
-    Tokens: `num_computed` in place before the step, of which `num_local` are a prefix hit (None: no
-    look-up was made) and `num_external` come from the connector.
-    """
-
-    request: Request
-    num_computed: int
-    num_local: int | None
-    num_external: int
-    resumed: bool
-
-
-@dataclass(slots=True)
-class Step:
-    """One scheduled step, from its choice until its results are processed. Rows in columns."""
-
-    number: int
-    budget: int
-    preempted: list[Request] = field(default_factory=list)
-    admitted: list[Admission] = field(default_factory=list)
-    loading: list[Admission] = field(default_factory=list)
-    grown: dict[int, list[int]] = field(default_factory=dict)  # seat -> new blocks
-    freed_slots: list[int] = field(default_factory=list)
-    out_of_blocks: bool = False
-    slots: Int32s = field(default_factory=NO_TOKENS.copy)
-    uids: Int64s = field(default_factory=_NO_ROWS.copy)
-    handles: Int64s = field(default_factory=_NO_ROWS.copy)
-    num_computed: Int32s = field(default_factory=NO_TOKENS.copy)
-    num_scheduled: Int32s = field(default_factory=NO_TOKENS.copy)
-    num_drafts: Int32s = field(default_factory=NO_TOKENS.copy)
-    samples: Bools = field(default_factory=lambda: np.empty(0, np.bool_))
+from twostroke.core.step import Admission, Step
+from twostroke.messages import Finished, FinishReason, Int32s
 
 
 class _Verdict(Enum):
@@ -75,14 +39,13 @@ class _Verdict(Enum):
 class Scheduler:
     """Chooses steps over the state that it shares with `core.results`."""
 
-    def __init__(self, state: EngineState, *, faithful: bool = False) -> None:
+    def __init__(self, state: EngineState) -> None:
         self.state = state
         self.kv = state.kv
         self.seats = state.seats
         self.queues = state.queues
         self.config = state.config
         self._connector = state.connector
-        self._faithful = faithful
         self._num_steps = 0
         self._admitted_counts: list[int] = []
         least_lost = self.config.preemption == "least_lost"
@@ -93,7 +56,7 @@ class Scheduler:
     def schedule(self, *, idle: bool = True) -> Step:
         """Choose the next step and advance the counters as if it were done.
 
-        `idle` says that no other step is in flight.
+        `idle` says that no step with rows is in flight.
         """
         step = Step(self._num_steps, self.state.token_budget)
         self._num_steps += 1
@@ -101,8 +64,8 @@ class Scheduler:
         if not step.preempted:
             self._schedule_waiting(step)
         self._fill_rows(step, counts)
-        if idle and step.out_of_blocks and not self._faithful:
-            self._break_deadlock(step)
+        if idle and step.blocked is not None and not self.state.faithful:
+            self._break_deadlock(step, step.blocked)
         step.freed_slots = self.state.flush_freed_slots()
         return step
 
@@ -216,8 +179,10 @@ class Scheduler:
         Returns its index and the counts, both shifted by the victims that left before it.
         """
         state = self.state
-        row = self._growth_of(request.slot, wanted)
+        row = self._growth_of(request.slot, wanted, state.lookahead)
         while True:
+            if state.num_running == 1 and self._ends_stall(step, request, wanted):
+                return index, counts[: state.num_running]
             place = self._victim(state)
             victim = state.request_at(int(state.order[place]))
             if counts[place] > 0:
@@ -233,20 +198,46 @@ class Scheduler:
             if victim is request or self._grow_rows(step, *row):
                 return index, counts
 
-    def _growth_of(self, slot: int, wanted: int) -> tuple[Int32s, Int32s, Int32s, Int32s]:
+    def _ends_stall(self, step: Step, request: Request, wanted: int) -> bool:
+        """A request that runs alone and lacks blocks would preempt itself.
+
+        That may help: its drafts are dropped, and more of it is cached. If it keeps coming back to
+        this point without a new token, it goes on without room for drafts; and if that is not
+        enough, it ends here.
+        """
+        if self.state.faithful:
+            return False
+        self.seats.read(request)
+        if request.stalled_at != request.num_known:
+            request.stalled_at, request.num_stalls = request.num_known, 0
+        request.num_stalls += 1
+        if request.num_stalls <= MAX_STALLS:
+            return False
+        while not self._grow_rows(step, *self._growth_of(request.slot, wanted, 0)):
+            if self._take_from_ended_load(step):
+                continue
+            if self.queues.num_holding_blocks or self.state.held:
+                return False
+            self._give_up(step, request)
+            break
+        return True
+
+    def _growth_of(
+        self, slot: int, wanted: int, lookahead: int
+    ) -> tuple[Int32s, Int32s, Int32s, Int32s]:
         """One row's seat, computed tokens, slots needed and full tokens, as `_grow_rows` asks."""
         slots = np.array([slot], np.int32)
         computed = self.seats.computed[slots]
-        needed = np.minimum(computed + wanted + self.state.lookahead, self.config.max_model_len)
+        needed = np.minimum(computed + wanted + lookahead, self.config.max_model_len)
         return slots, computed, needed, np.minimum(computed + wanted, self.seats.known[slots])
 
     # ------------------------------------------------------------ waiting requests
 
     def _schedule_waiting(self, step: Step) -> None:
         """Admit from the head of the queues until something stops the scan."""
-        policy, blocked, tries = self.config.admission, None, 0
+        policy, tries = self.config.admission, 0
         while step.budget > 0 and self.state.num_running < self.config.max_num_seqs:
-            loads_only = blocked is not None and policy == "loads"
+            loads_only = step.blocked is not None and policy == "loads"
             request = self.queues.head(skipped_only=loads_only)
             if request is None:
                 break
@@ -257,17 +248,14 @@ class Scheduler:
             if verdict is _Verdict.STOP:
                 break
             if verdict is _Verdict.LACKS_BLOCKS:
-                step.out_of_blocks = True
-                blocked, tries = blocked or request, tries + 1
-                if policy == "head" or blocked.num_passes >= self.config.max_backfills:
-                    break
-                if tries == MAX_TRIES:
+                step.blocked, tries = step.blocked or request, tries + 1
+                if policy == "head" or tries == MAX_TRIES:
                     break
                 self.queues.hide(request)
-            elif blocked is not None and verdict is _Verdict.ADMITTED:
-                blocked.num_passes += 1
-                if blocked.num_passes >= self.config.max_backfills:
-                    break
+            elif step.blocked is not None and verdict is _Verdict.ADMITTED:
+                step.blocked.num_passes += 1
+            if step.blocked is not None and step.blocked.num_passes >= self.config.max_backfills:
+                break
         self.queues.end_scan()
 
     def _try_admit(self, step: Step, request: Request) -> _Verdict:
@@ -347,7 +335,10 @@ class Scheduler:
         if 0 < threshold < wanted:
             wanted = threshold
         if not self.config.enable_chunked_prefill and wanted > step.budget:
-            return -1
+            # Preempted, a request may have outgrown the budget: then it takes a step of its own.
+            whole_step = step.budget == self.state.token_budget < wanted
+            if self.state.faithful or not whole_step:
+                return -1
         return min(wanted, step.budget)
 
     def _admit(self, step: Step, admission: Admission, num_new: int) -> None:
@@ -366,25 +357,58 @@ class Scheduler:
             self.kv.free(request.table)
         else:
             self.kv.register(request.table, request.num_computed)
+        if request.load_failed:
+            request.num_failed_loads += 1
+            if request.num_failed_loads == MAX_FAILED_LOADS and not self.state.faithful:
+                request.may_load = False
         request.load_failed = request.load_reported = False
         if request.num_computed == request.num_known:
             request.num_computed -= 1  # one token must run, to sample the next
+            if request.num_computed == 0 and not self.state.faithful:
+                request.may_load = False  # or it would be asked for again
         request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
 
-    def _break_deadlock(self, step: Step) -> None:
-        """Nothing runs, loads or is sent, and the head does not fit: ended loads hold the pool.
+    def _break_deadlock(self, step: Step, blocked: Request) -> None:
+        """Nothing runs, loads or is sent, and `blocked` lacks blocks: nothing will ever change.
 
-        Each holds blocks and needs more, so all would wait for ever (two remote prefixes that
+        Either ended loads hold the pool: each owns blocks and needs more (two remote prefixes that
         fill the pool together are enough). The last of them gives its blocks back and recomputes.
+        Or nobody holds anything, and the request needs more than the pool.
         """
         state = self.state
         if state.num_running or state.held or self.queues.num_blocked or len(step.slots):
             return
-        holders = [request for request in self.queues.skipped() if request.table.blocks]
+        if not self._take_from_ended_load(step):
+            self.queues.remove(blocked)
+            self._give_up(step, blocked)
+
+    def _take_from_ended_load(self, step: Step) -> bool:
+        """Take the blocks of the last request whose load has ended and which does not run yet."""
+        holders = [
+            request
+            for request in self.queues.skipped()
+            if request.table.blocks and not self.queues.is_blocked(request)
+        ]
         if holders:
             holders[-1].may_load = False
-            state.lose_blocks(holders[-1])
+            self.state.lose_blocks(holders[-1])
             step.preempted.append(holders[-1])
+        return bool(holders)
+
+    def _give_up(self, step: Step, request: Request) -> None:
+        """End a request that the whole pool cannot hold; with output, as if at its length."""
+        end = Finished(request.handle, FinishReason.LENGTH)
+        if request.num_known == request.num_prompt_tokens:
+            usable = self.kv.pool.num_usable
+            end.reason = FinishReason.ERROR
+            end.error = (
+                f"prompt of {request.num_prompt_tokens:,} tokens does not fit beside what a step "
+                f"of it needs; limit: {usable:,} KV blocks; shorten the prompt or restart with a "
+                "larger KV pool"
+            )
+        self.state.finish(request, end.reason)
+        self.state.compact()
+        step.ended.append(end)
 
     # ------------------------------------------------------------ rows
 

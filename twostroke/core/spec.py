@@ -33,7 +33,9 @@ class _Seat:
     request_id: str
     end: int  # where the next row must start
     num_blocks: int
-    may_fall: bool = False  # drafts were scheduled: some may be rejected
+    may_fall: int = 0  # drafts of the last row, which may yet be rejected
+    may_fall_before: int = 0  # and of the row before: two steps can be in flight
+    was_cut: bool = False  # a load failed: the row may start anywhere before `end`
 
 
 def _require(holds: bool, rule: int, step: int, what: str) -> None:
@@ -66,7 +68,7 @@ class PlanRules:
         """Take note of a result: after invalid blocks were reported, rows may start earlier."""
         if result.kv is not None and (result.kv.invalid_block_ids or result.kv.failed_recving):
             for seat in self._seats.values():
-                seat.may_fall = True
+                seat.was_cut = True
 
     def _change_seats(self, plan: StepPlan) -> None:
         for slot in plan.freed_slots.tolist():
@@ -93,13 +95,15 @@ class PlanRules:
             seat.request_id == name, 2, step, f"seat {slot} is {seat.request_id}'s, not {name}'s"
         )
         _require(count > 0, 1, step, f"{name} has a row without tokens")
-        follows = start == seat.end or (seat.may_fall and 0 <= start < seat.end)
+        lowest = 0 if seat.was_cut else seat.end - seat.may_fall - seat.may_fall_before
+        follows = lowest <= start <= seat.end
         _require(follows, 3, step, f"{name} starts at {start}, ended at {seat.end}")
         end = start + count
         _require(end <= self._state.config.max_model_len, 3, step, f"{name} reaches {end}")
         drafts = int(plan.num_drafts[row]) if len(plan.num_drafts) else 0
         _require(0 <= drafts < count, 8, step, f"{name} verifies {drafts} drafts in {count} tokens")
-        seat.end, seat.may_fall = end, drafts > 0 or (seat.may_fall and start != seat.end)
+        seat.end, seat.was_cut = end, False
+        seat.may_fall, seat.may_fall_before = drafts, seat.may_fall
         self._check_blocks(step, request, seat, start, end, written)
         _require(request.status is Status.RUNNING, 6, step, f"{name} is {request.status.name}")
         self._check_sampling(plan, row, request, end, drafts)

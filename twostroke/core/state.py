@@ -4,6 +4,7 @@
 aborting are here because both sides do them.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from twostroke.connector.base import KvConnectorScheduler
 from twostroke.core.queue import WaitingQueues
 from twostroke.core.request import Request, Status
 from twostroke.core.seats import Seats
+from twostroke.core.step import Step
 from twostroke.errors import ConfigError
 from twostroke.kv.manager import IntegrityError, KvManager
 from twostroke.messages import FinishReason, Int32s
@@ -22,7 +24,7 @@ class EngineState:
     """Requests and everything they own.
 
     With `faithful` a sequence may grow past what the pool can ever hold, as in vLLM, where it then
-    waits for ever; otherwise it ends there.
+    waits for ever; otherwise it ends there, by length.
     """
 
     def __init__(
@@ -34,6 +36,8 @@ class EngineState:
     ) -> None:
         self.config = config
         self.connector = connector
+        self.faithful = faithful
+        self.in_flight: deque[Step] = deque()  # begun and not finished, oldest first
         self.kv = KvManager(config)
         self.queues = WaitingQueues(config.policy)
         drafting = config.num_spec_tokens > 0 and config.spec_method != "ngram"
@@ -41,7 +45,9 @@ class EngineState:
         self.token_budget = _token_budget(config)
         self.max_length = config.max_model_len
         if config.sliding_window is None and not faithful:
-            self.max_length = min(config.max_model_len, self._capacity())
+            # The last token of a sequence needs no KV: hence + 1.
+            capacity = self.kv.pool.num_usable * config.block_size + 1
+            self.max_length = min(config.max_model_len, capacity)
         self.seats = Seats(
             config.max_num_seqs,
             self.kv,
@@ -59,17 +65,6 @@ class EngineState:
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
         self._freed_slots: list[int] = []
-
-    def _capacity(self) -> int:
-        """Length at which a sequence that has the whole pool to itself must end.
-
-        Its last token needs no KV. A prompt that takes several steps needs the lookahead at its
-        last step; without it, a sequence preempted at the very end could never come back.
-        """
-        config = self.config
-        slots = self.kv.pool.num_usable * config.block_size
-        one_step = min(self.token_budget, config.long_prefill_token_threshold or slots) >= slots
-        return slots + 1 - (0 if one_step else self.lookahead)
 
     @property
     def running(self) -> Int32s:
@@ -142,10 +137,20 @@ class EngineState:
         preempted = []
         while self.num_running:
             request = self.preempt(self.num_running - 1)
-            request.frames_to_discard = request.num_placeholders
-            request.num_placeholders = 0
+            self.void_results(request)
             preempted.append(request)
         return preempted
+
+    def void_results(self, request: Request) -> None:
+        """What is in flight for this request counts for nothing; it has no seat, or is `read`."""
+        if self.faithful:
+            # vLLM counts results by tokens, so with drafts in flight it drops too many.
+            request.frames_to_discard = request.num_placeholders
+        else:
+            uid = request.uid
+            due = sum(bool((step.uids[step.samples] == uid).any()) for step in self.in_flight)
+            request.frames_to_discard = due
+        request.num_placeholders = 0
 
     def abort(self, requests: Sequence[Request]) -> None:
         """End unfinished requests from outside: all leave their lists, then each is freed."""

@@ -107,7 +107,7 @@ def test_cache_salt_separates():
         ({}, 64, {}, "prompt has 64 tokens but at most 63"),
         ({"num_blocks": 5}, 17, {}, "needs 5 KV blocks; limit: the pool has 4"),
         ({"enable_chunked_prefill": False}, 17, {}, "limit: 16 tokens a step"),
-        ({"sliding_window": 8, "num_blocks": 5}, 8, {"max_tokens": 30}, "needs 7 KV blocks"),
+        ({"sliding_window": 8, "num_blocks": 5}, 40, {}, "needs 7 KV blocks"),
     ],
 )
 def test_what_can_never_run_is_refused_at_once(settings, prompt, fields, words):

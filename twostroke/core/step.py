@@ -1,0 +1,47 @@
+"""One scheduled step, from its choice until its results are processed."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from twostroke.core.request import Request
+from twostroke.messages import NO_TOKENS, Bools, Finished, Int32s, Int64s
+
+_NO_ROWS: Int64s = np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class Admission:
+    """A request that left the waiting queues in a step, to run or to load.
+
+    Tokens: `num_computed` in place before the step, of which `num_local` are a prefix hit (None: no
+    look-up was made) and `num_external` come from the connector.
+    """
+
+    request: Request
+    num_computed: int
+    num_local: int | None
+    num_external: int
+    resumed: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """One scheduled step, from its choice until its results are processed. Rows in columns."""
+
+    number: int
+    budget: int
+    preempted: list[Request] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    loading: list[Admission] = field(default_factory=list)
+    grown: dict[int, list[int]] = field(default_factory=dict)  # seat -> new blocks
+    freed_slots: list[int] = field(default_factory=list)
+    blocked: Request | None = None  # the first waiting request that lacked blocks
+    ended: list[Finished] = field(default_factory=list)  # could never go on
+    slots: Int32s = field(default_factory=NO_TOKENS.copy)
+    uids: Int64s = field(default_factory=_NO_ROWS.copy)
+    handles: Int64s = field(default_factory=_NO_ROWS.copy)
+    num_computed: Int32s = field(default_factory=NO_TOKENS.copy)
+    num_scheduled: Int32s = field(default_factory=NO_TOKENS.copy)
+    num_drafts: Int32s = field(default_factory=NO_TOKENS.copy)
+    samples: Bools = field(default_factory=lambda: np.empty(0, np.bool_))
