@@ -73,11 +73,49 @@ def test_a_secret_is_used_but_not_shown():
         ({"enable_chunked_prefill": False}, "without chunked prefill"),
         ({"tensor_parallel_size": 2}, "this release runs 1 worker"),
         ({"shutdown_timeout_s": -1}, "at least 0"),
+        ({"speculative_method": "draft_model"}, "a draft model needs both"),
+        ({"speculative_model": "x"}, "method is none and --speculative-model x"),
+        ({"prompt_lookup_min": 9}, "--prompt-lookup-min is 9, more than --prompt-lookup-max 5"),
+        ({"num_speculative_tokens": 0}, "at least 1"),
+        ({"num_speculative_tokens": 129}, "at most 128"),
+        (
+            {
+                "speculative_config": '{"model": "x"}',
+                "max_num_seqs": 9,
+                "max_num_batched_tokens": 9,
+            },
+            "leaves no tokens beside a draft row",
+        ),
+        ({"speculative_config": "ngram"}, "--speculative-config is not a JSON object"),
+        ({"speculative_config": "[]"}, "not an object"),
+        ({"speculative_config": '{"methd": 1}'}, "has the key 'methd'; known are method, model"),
+        (
+            {"speculative_config": '{"num_speculative_tokens": "x"}'},
+            "num_speculative_tokens of --speculative-config is 'x'; it must be a whole number",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_value_limit_and_hint(flags, words):
     with pytest.raises(ConfigError, match=words):
         resolve(flags, environ={})
+
+
+def test_vllms_speculative_config_sets_ours():
+    given = '{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 4}'
+    found = sources({}, environ={"TWOSTROKE_SPECULATIVE_CONFIG": given})
+    assert found["speculative_method"] == (
+        "ngram",
+        "env",
+        "speculative_method of --speculative-config",
+    )
+    assert found["num_speculative_tokens"][0] == 6
+    assert found["prompt_lookup_min"][0] == found["prompt_lookup_max"][0] == 4
+    settings, _ = resolve({"speculative_config": '{"model": "some/model"}'}, environ={})
+    assert (settings.speculative_method, settings.speculative_model) == (
+        "draft_model",
+        "some/model",
+    )
+    assert (settings.prompt_lookup_min, settings.prompt_lookup_max) == (3, 5)
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("YES", True), ("off", False)])

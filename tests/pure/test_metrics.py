@@ -138,3 +138,23 @@ def test_the_status_line_gives_rates_and_is_silent_when_idle():
         == "prompt 0.0 tok/s, generation 1.0 tok/s, running 0, waiting 0, KV 0.0%"
     )
     assert status.line(ended, 40.0) is None
+
+
+def test_drafts_are_shown_once_there_are_any():
+    metrics, status = Metrics(model_name="m", prefix="vllm"), StatusLine(0.0)
+    metrics.observe_stats(EngineStats(num_running=1))
+    assert not any("spec_decode" in name for name in samples(metrics))
+    assert "drafts" not in status.line(EngineStats(num_running=1), 1.0)
+    stats = EngineStats(
+        num_running=1,
+        spec_decode_num_drafts=10,
+        spec_decode_num_draft_tokens=40,
+        spec_decode_num_accepted_tokens=30,
+    )
+    metrics.observe_stats(stats)
+    found = samples(metrics)
+    assert found["vllm:spec_decode_num_drafts_total"] == 10
+    assert found["vllm:spec_decode_num_draft_tokens_total"] == 40
+    assert found["vllm:spec_decode_num_accepted_tokens_total"] == 30
+    assert status.line(stats, 2.0).endswith("drafts accepted 75.0%")
+    assert "drafts" not in status.line(stats, 3.0)
