@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from twostroke.core.load_failures import fail_loads
 from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
 from twostroke.core.step import Step
-from twostroke.kv.blocks import NULL_BLOCK
 from twostroke.messages import Finished, FinishReason, Int32s, Int64s, KvReport, StepResult
 
 _LOAD_ERROR = "KV transfer failed: part of the prompt's KV did not arrive; limit: none; try again"
@@ -35,8 +35,6 @@ class Results:
     def __init__(self, state: EngineState) -> None:
         self._state = state
         self._async = state.config.async_scheduling
-        # With a window, blocks that recomputed tokens must see may have been released: start over.
-        self._loses_window = state.kv.windowed and not state.faithful
 
     def apply(self, step: Step, result: StepResult) -> Outcome:
         """Process the result of the oldest step in flight."""
@@ -44,7 +42,7 @@ class Results:
         outcome = Outcome(np.zeros(rows, np.int32), result.token_ids)
         failed_loads: dict[int, Request] = {}
         if result.kv is not None:
-            failed_loads = self._fail_loads(step, result.kv)
+            failed_loads = fail_loads(self._state, step, result.kv)
         errors = {error.row: error.error for error in result.errors}
         if rows:
             starts = np.cumsum(result.num_sampled, dtype=np.int32) - result.num_sampled
@@ -214,95 +212,6 @@ class Results:
             seats.drafts[slot, :count] = result.draft_token_ids[start : start + count]
 
     # ------------------------------------------------------------ transfers
-
-    def _fail_loads(self, step: Step, report: KvReport) -> dict[int, Request]:
-        """Cut requests back to before their first block that did not arrive.
-
-        Returns the affected ones whose row of this step is void or which must end, by uid.
-        """
-        state = self._state
-        loading = [
-            request
-            for request in state.queues.skipped()
-            if request.status is Status.WAITING_FOR_REMOTE_KVS
-        ]
-        invalid = set(report.invalid_block_ids)
-        failed = set(report.failed_recving)
-        for request in loading:
-            if request.request_id in failed:
-                first = request.num_local_hit // state.config.block_size
-                invalid.update(request.table.blocks[first:])
-        if not state.faithful:
-            invalid.discard(NULL_BLOCK)
-        if not invalid:
-            return {}
-        recompute = state.config.kv_load_failure_policy == "recompute"
-        void: dict[int, Request] = {}
-        marked: set[int] = set()
-        for request in loading:
-            if self._cut(request, 0, invalid, marked) is None:
-                continue
-            if not recompute:
-                void[request.uid] = request
-            elif self._loses_window:
-                request.num_computed = 0
-            request.load_failed = recompute
-        self._fail_running(step, invalid, void)
-        return void
-
-    def _fail_running(self, step: Step, invalid: set[int], void: dict[int, Request]) -> None:
-        """The same for running requests: their row of this step is void."""
-        state = self._state
-        scheduled = dict(zip(step.uids.tolist(), step.num_scheduled.tolist(), strict=True))
-        marked: set[int] = set()
-        forgotten: set[int] = set()
-        for slot in state.running.tolist():
-            request = state.request_at(slot)
-            state.seats.read(request)
-            first_cut = self._cut(request, scheduled.get(request.uid, 0), invalid, marked)
-            if first_cut is None:
-                continue
-            void[request.uid] = request
-            if not state.faithful:
-                # vLLM keeps waiting for this step's token, and takes the next one, which was
-                # computed from what did not arrive.
-                state.void_results(request)
-            state.seats.write(request)
-            forgotten.update(request.table.blocks[first_cut:])
-        if state.config.kv_load_failure_policy == "fail":
-            state.kv.forget(sorted(forgotten))
-            return
-        for request in void.values():
-            if request.slot >= 0 and self._loses_window:
-                state.preempt(state.running.tolist().index(request.slot))
-
-    def _cut(
-        self, request: Request, num_scheduled: int, invalid: set[int], marked: set[int]
-    ) -> int | None:
-        """Lower `num_computed` to the first invalid block that nobody before has marked.
-
-        Returns the index from which blocks are invalid, the number of blocks when only blocks that
-        were marked already are, or None when the request is not affected.
-        """
-        base = request.num_computed - num_scheduled
-        blocks = request.table.blocks
-        affected, cut = False, None
-        for index in range(self._state.kv.blocks_for(base)):
-            if blocks[index] not in invalid:
-                continue
-            affected = True
-            if blocks[index] in marked:
-                continue
-            marked.add(blocks[index])
-            if cut is None:
-                cut = index
-                request.num_computed = index * self._state.config.block_size
-        if not affected:
-            return None
-        if cut is None:
-            request.num_computed = base
-            return len(blocks)
-        return cut
 
     def _end_failed_loads(self, failed_loads: dict[int, Request], outcome: Outcome) -> None:
         if self._state.config.kv_load_failure_policy == "recompute":
