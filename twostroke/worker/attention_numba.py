@@ -37,9 +37,10 @@ _CACHE_LINE = 64
 def _load_openmp() -> ctypes.CDLL | None:
     """The OpenMP runtime that torch has loaded, when it has GNU's entry points.
 
-    The kernels run on torch's own threads. With a pool of their own (numba's, even by OpenMP: it
-    loads a second libgomp) either pool's threads spin for milliseconds while the other works:
-    MEASURED
+    The kernels run on torch's own threads: two pools would spin against each other. numba's OpenMP
+    layer shares them too when torch is imported first, but a call through it took 17 us where this
+    takes 6 (one decode, two threads), and its parallel loops took 20 s to compile in place of 5.
+    numba's workqueue, a pool of its own, took 113 us.
     """
     try:
         maps = Path("/proc/self/maps").read_text()

@@ -1,0 +1,125 @@
+"""Paged attention on this CPU, against what its memory and its arithmetic give.
+
+    python benchmarks/attention.py [--threads N] [--torch] [--json]
+
+The ceilings are measured first: reading a large array (GB/s), and a large float32 matrix product
+(GFLOP/s), on the same threads. Shapes are SmolLM2-135M's (9 heads, 3 KV heads, head_dim 64, 30
+layers, blocks of 16 scattered over the pool), bfloat16. GB/s counts each key and value once;
+GFLOP/s counts only what causality leaves.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from twostroke.kv.sizing import KvLayout
+from twostroke.worker.attention import PagedAttention, TorchAttention, make_attention
+from twostroke.worker.pool import allocate_pool
+
+HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCK_SIZE = 9, 3, 64, 30, 16
+CASES = {  # name: rows of (num_computed, queries)
+    "decode 64 x 320": [(319, 1)] * 64,
+    "decode 1 x 8192": [(8191, 1)],
+    "decode 1 x 320": [(319, 1)],
+    "prefill 1024": [(0, 1024)],
+    "prefill 512 on 2048": [(2048, 512)],
+    "32 decodes + prefill 256": [(319, 1)] * 32 + [(0, 256)],
+}
+
+
+def best_s(function: Callable[[], object], budget_s: float = 2.0) -> float:
+    """The shortest of the runs that fit into `budget_s` (at least 3): others use this machine."""
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < budget_s:
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def ceilings() -> dict[str, float]:
+    array = torch.ones(1 << 28)  # 1 GiB
+    matrix = torch.randn(1024, 1024)
+    return {
+        "read_gb_s": array.nbytes / best_s(array.sum) / 1e9,
+        "float32_gflop_s": 2 * 1024**3 / best_s(lambda: matrix @ matrix, 1.0) / 1e9,
+    }
+
+
+def measure(rows: list[tuple[int, int]], kernel: Callable[..., PagedAttention]) -> dict[str, float]:
+    """Microseconds of a layer and of planning a step, GB/s and GFLOP/s."""
+    num_computed, counts = np.array(rows, np.int32).T
+    used = -(-(num_computed + counts) // BLOCK_SIZE)
+    layout = KvLayout(
+        num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE
+    )
+    pool = allocate_pool(int(used.sum()), layout, torch.bfloat16, torch.device("cpu"))
+    for block in pool:
+        block.normal_()
+    ids = iter(np.random.default_rng(0).permutation(int(used.sum())))
+    tables = np.zeros((len(rows), used.max()), np.int32)
+    for i, count in enumerate(used):
+        tables[i, :count] = [next(ids) for _ in range(count)]
+    query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    fused = torch.randn(query_start[-1], HEADS + 2 * KV_HEADS, HEAD_DIM).to(torch.bfloat16)
+    q, k, v = fused.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+
+    attention = kernel(pool, HEADS, HEAD_DIM**-0.5)
+
+    def step() -> None:
+        for layer in range(LAYERS):
+            attention(layer, q, k, v)
+
+    plan_s = best_s(lambda: attention.plan(query_start, num_computed, tables), 0.05)
+    layer_s = best_s(step) / LAYERS
+    contexts = num_computed + counts
+    pairs = sum(n * computed + n * (n + 1) / 2 for computed, n in rows)
+    return {
+        "layer_us": layer_s * 1e6,
+        "plan_us": plan_s * 1e6,
+        "gb_s": int(contexts.sum()) * layout.token_bytes / LAYERS / layer_s / 1e9,
+        "gflop_s": 4 * pairs * HEADS * HEAD_DIM / layer_s / 1e9,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=0, help="0: as many as torch takes")
+    parser.add_argument("--torch", action="store_true", help="also the plain torch version")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+
+    limits = ceilings()
+    print(
+        f"threads {torch.get_num_threads()}, "
+        + ", ".join(f"{k} {v:.1f}" for k, v in limits.items())
+    )
+    kernels: dict[str, Callable[..., PagedAttention]] = {"compiled": make_attention}
+    if arguments.torch:
+        kernels["torch"] = TorchAttention
+    print(
+        f"{'':34}{'us/layer':>10}{'plan us':>9}{'GB/s':>8}{'of read':>9}{'GFLOP/s':>9}{'of f32':>8}"
+    )
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for kind, kernel in kernels.items():
+        results[kind] = {}
+        for name, rows in CASES.items():
+            r = results[kind][name] = measure(rows, kernel)
+            print(
+                f"{kind:9} {name:24}{r['layer_us']:10.1f}{r['plan_us']:9.0f}{r['gb_s']:8.1f}"
+                f"{r['gb_s'] / limits['read_gb_s']:9.0%}{r['gflop_s']:9.1f}"
+                f"{r['gflop_s'] / limits['float32_gflop_s']:8.0%}",
+                flush=True,
+            )
+    if arguments.json:
+        print(json.dumps({"threads": torch.get_num_threads(), "ceilings": limits, **results}))
+
+
+if __name__ == "__main__":
+    main()
