@@ -3,7 +3,6 @@
 import ctypes
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from numba import types
 from torch import Tensor
 
 from twostroke.messages import Int32s
+from twostroke.model.openmp import load_openmp
 from twostroke.worker.attention import PagedAttention
 from twostroke.worker.attention_emit import LANES
 from twostroke.worker.attention_kernels import (
@@ -34,28 +34,6 @@ _ELEMENTS = {
 _CACHE_LINE = 64
 
 
-def _load_openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded, when it has GNU's entry points.
-
-    The kernels run on torch's own threads: two pools would spin against each other. numba's OpenMP
-    layer shares them too when torch is imported first, but a call through it took 17 us where this
-    takes 6 (one decode, two threads), and its parallel loops took 20 s to compile in place of 5.
-    numba's workqueue, a pool of its own, took 113 us.
-    """
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "omp" in line}
-    folder = str(Path(torch.__file__).parent.parent)
-    for path in sorted(paths, key=lambda path: not path.startswith(folder)):
-        if Path(path).name.startswith(("libgomp", "libomp", "libiomp")):
-            library = ctypes.CDLL(path)
-            if hasattr(library, "GOMP_parallel") and hasattr(library, "GOMP_barrier"):
-                return library
-    return None
-
-
 class NumbaAttention(PagedAttention):
     """Reads the pool's blocks in place, on `num_threads` threads (0: as many as torch uses).
 
@@ -66,7 +44,7 @@ class NumbaAttention(PagedAttention):
 
     def __init__(self, pool: Tensor, num_heads: int, scale: float, num_threads: int = 0) -> None:
         super().__init__(pool, num_heads, scale)
-        openmp = _load_openmp()
+        openmp = load_openmp()
         self._num_threads = (num_threads or torch.get_num_threads()) if openmp else 1
         address = compile_attend(_ELEMENTS[pool.dtype])
         self._run = _runner(address, self._num_threads, openmp)
@@ -157,10 +135,12 @@ class NumbaAttention(PagedAttention):
 
 
 def _runner(function: int, num_threads: int, openmp: ctypes.CDLL | None) -> Callable[[int], object]:
-    """How to run the C function at this address on all threads, given its argument."""
+    """How to run the C function at this address on all of torch's threads, given its argument.
+
+    A call takes 6 us (one decode, two threads); through numba's own parallel loops it took 17, and
+    20 s to compile in place of 5, and on numba's workqueue, a second pool of threads, 113 us.
+    """
     if openmp is None or num_threads == 1:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)
-    parallel = openmp.GOMP_parallel  # (function, argument, threads, flags); waits for all
-    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    parallel.restype = None
+    parallel = openmp.GOMP_parallel
     return lambda argument: parallel(function, argument, num_threads, 0)
