@@ -6,8 +6,8 @@ affected request ends. With `recompute` it is cut back to before its first inval
 vLLM 0.22.1 recomputes in place, also where that cannot be right: a result that is in flight was
 computed from what did not arrive, and another request that shares the block reads it meanwhile.
 Then (and with a window, whose earlier blocks are gone) the request is preempted here and starts
-again from what the prefix cache still holds; invalid blocks leave the cache. `faithful` keeps
-vLLM's rule.
+again from what the prefix cache still holds, without loading; invalid blocks leave the cache.
+`faithful` keeps vLLM's rule.
 """
 
 from twostroke.core.request import Request, Status
@@ -83,6 +83,7 @@ def _fail_running(
     for request in reversed(restart):
         state.preempt(state.running.tolist().index(request.slot))
         state.void_results(request)
+        request.may_load = False
 
 
 def _cannot_recompute_in_place(state: EngineState, request: Request, invalid: set[int]) -> bool:

@@ -83,7 +83,7 @@ class Scheduler:
             request = self.state.request_at(slot)
             wanted = int(counts[short])
             counts[short] = 0
-            index, counts = self._make_room(step, request, short, wanted, counts)
+            index, wanted, counts = self._make_room(step, request, short, wanted, counts)
             if request.slot < 0:
                 break
             here = int(np.flatnonzero(self.state.running == slot)[0])
@@ -173,16 +173,16 @@ class Scheduler:
 
     def _make_room(
         self, step: Step, request: Request, index: int, wanted: int, counts: Int32s
-    ) -> tuple[int, Int32s]:
+    ) -> tuple[int, int, Int32s]:
         """Preempt until `request` (at place `index`) has its blocks or is itself the victim.
 
-        Returns its index and the counts, both shifted by the victims that left before it.
+        Returns its index, its tokens, and the counts, shifted by the victims that left before it.
         """
         state = self.state
         row = self._growth_of(request.slot, wanted, state.lookahead)
         while True:
-            if state.num_running == 1 and self._ends_stall(step, request, wanted):
-                return index, counts[: state.num_running]
+            if state.num_running == 1 and (granted := self._ends_stall(step, request, wanted)):
+                return index, granted, counts[: state.num_running]
             place = self._victim(state)
             victim = state.request_at(int(state.order[place]))
             if counts[place] > 0:
@@ -196,31 +196,32 @@ class Scheduler:
             state.preempt(place)
             step.preempted.append(victim)
             if victim is request or self._grow_rows(step, *row):
-                return index, counts
+                return index, wanted, counts
 
-    def _ends_stall(self, step: Step, request: Request, wanted: int) -> bool:
+    def _ends_stall(self, step: Step, request: Request, wanted: int) -> int:
         """A request that runs alone and lacks blocks would preempt itself.
 
         That may help: its drafts are dropped, and more of it is cached. If it keeps coming back to
-        this point without a new token, it goes on without room for drafts; and if that is not
-        enough, it ends here.
+        this point without a new token, it goes on without drafts and room for them; and if that
+        is not enough, it ends here. Returns its tokens in this step, or 0 to preempt it.
         """
         if self.state.faithful:
-            return False
+            return 0
         self.seats.read(request)
         if request.stalled_at != request.num_known:
             request.stalled_at, request.num_stalls = request.num_known, 0
         request.num_stalls += 1
         if request.num_stalls <= MAX_STALLS:
-            return False
+            return 0
+        wanted = max(1, wanted - int(self.seats.num_drafts[request.slot]))
         while not self._grow_rows(step, *self._growth_of(request.slot, wanted, 0)):
             if self._take_from_ended_load(step):
                 continue
             if self.queues.num_holding_blocks or self.state.held:
-                return False
+                return 0
             self._give_up(step, request)
             break
-        return True
+        return wanted
 
     def _growth_of(
         self, slot: int, wanted: int, lookahead: int

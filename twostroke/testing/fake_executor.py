@@ -44,6 +44,7 @@ class FakeExecutor:
 
     `token(request_id, position)` is the model. `accept(request_id, drafts)` says how many drafts of
     a verification it accepts. With `num_drafts` it proposes that many after each sampled token.
+    `may_rewind` lets a row start before the end of the last one, as after a failed KV load.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class FakeExecutor:
         *,
         block_size: int = 16,
         num_drafts: int = 0,
+        may_rewind: bool = False,
         token: Callable[[str, int], int] = simulated_token,
         accept: Callable[[str, int], int] = lambda request_id, drafts: drafts,
     ) -> None:
         self.plans: list[StepPlan] = []
         self._block_size = block_size
         self._num_drafts = num_drafts
+        self._may_rewind = may_rewind
         self._token = token
         self._accept = accept
         self._seats: dict[int, _Seat] = {}
@@ -129,6 +132,9 @@ class FakeExecutor:
         count = int(plan.num_scheduled[row])
         drafts = int(plan.num_drafts[row]) if len(plan.num_drafts) else 0
         start = int(plan.num_computed[row])
+        if self._may_rewind and start < seat.num_computed:
+            seat.num_computed = start
+            seat.num_known = start + count - drafts + (not plan.samples[row])
         assert 0 <= start - seat.num_computed <= seat.num_rejected, (
             f"row {row} starts at {start}; its seat has computed {seat.num_computed}"
         )
