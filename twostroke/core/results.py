@@ -225,8 +225,8 @@ class Results:
 
     def _end_transfers(self, report: KvReport) -> None:
         state = self._state
-        if state.connector is not None:
-            state.connector.update_connector_output(report)
+        assert state.connector is not None, "a transfer was reported, but nobody asked for any"
+        state.connector.update_connector_output(report)
         by_id = {request.request_id: request for request in state.queues.skipped()}
         held = {request.request_id: request for request in state.held.values()}
         for request_id in [*report.finished_recving, *report.failed_recving]:

@@ -397,19 +397,10 @@ class Scheduler:
         return bool(holders)
 
     def _give_up(self, step: Step, request: Request) -> None:
-        """End a request that the whole pool cannot hold; with output, as if at its length."""
-        end = Finished(request.handle, FinishReason.LENGTH)
-        if request.num_known == request.num_prompt_tokens:
-            usable = self.kv.pool.num_usable
-            end.reason = FinishReason.ERROR
-            end.error = (
-                f"prompt of {request.num_prompt_tokens:,} tokens does not fit beside what a step "
-                f"of it needs; limit: {usable:,} KV blocks; shorten the prompt or restart with a "
-                "larger KV pool"
-            )
-        self.state.finish(request, end.reason)
+        """End a request that the whole pool cannot carry further, as if at its length."""
+        self.state.finish(request, FinishReason.LENGTH)
         self.state.compact()
-        step.ended.append(end)
+        step.ended.append(Finished(request.handle, FinishReason.LENGTH))
 
     # ------------------------------------------------------------ rows
 

@@ -187,8 +187,8 @@ class EngineState:
 
     def release_held(self, request: Request) -> None:
         """The transfer that kept a finished request's blocks is over."""
-        if self.held.pop(request.uid, None) is not None:
-            self.kv.free(request.table)
+        del self.held[request.uid]
+        self.kv.free(request.table)
 
     def check_integrity(self) -> None:
         """Recount blocks, seats and queues; IntegrityError when they do not balance."""

@@ -91,6 +91,7 @@ class FakeExecutor:
         result = StepResult(
             step=plan.step, num_sampled=num_sampled, token_ids=np.array(tokens, np.int32)
         )
+        result.num_verified = plan.num_drafts
         if self._num_drafts:
             result.num_drafts = num_drafts
             result.draft_token_ids = np.array(drafts, np.int32)

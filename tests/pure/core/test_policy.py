@@ -2,8 +2,11 @@
 
 import pytest
 
-from tests.pure.core.driver import Engine
+from tests.pure.core.connectors import Offers, Reporting
+from tests.pure.core.driver import Engine, make_request
 from tests.replay import Replay
+from twostroke.core.policy import MAX_TRIES, least_lost_victim
+from twostroke.messages import KvReport
 
 
 def workload(requests, **config):
@@ -126,3 +129,52 @@ def test_reserving_output_preempts_less():
     assert eager["summary"]["preemptions"] > 5
     assert careful["summary"]["preemptions"] == 0
     assert careful["summary"]["scheduled_tokens"] < eager["summary"]["scheduled_tokens"]
+
+
+def test_a_step_tries_only_so_many_requests():
+    requests = [request(0, 40, 12)]
+    requests += [request(1 + i, 60, 1, arrival_step=1) for i in range(MAX_TRIES + 4)]
+    engine_steps = run(workload(requests, num_gpu_blocks=21), admission="backfill")
+    assert engine_steps["finish_order"] == [f"r{i}" for i in range(MAX_TRIES + 5)]
+
+
+def test_with_loads_other_skipped_requests_stay_behind_the_head():
+    connector = Offers(r1=(20, True), r3=(8, True))
+    engine = Engine(
+        connector=connector,
+        executor=Reporting(),
+        admission="loads",
+        async_scheduling=False,
+        num_blocks=31,
+        max_model_len=100,
+        reserve_full_isl=False,
+        max_num_batched_tokens=64,
+    )
+    engine.add(0, prompt=72, max_tokens=8)
+    engine.turn()
+    engine.turn()
+    engine.add(1, prompt=60, max_tokens=1)
+    engine.add(3, prompt=9, max_tokens=1)
+    engine.executor.reports[2] = KvReport(finished_recving=["r1", "r3"])
+    engine.turn()
+    engine.core.add(make_request(2, prompt=4, max_tokens=1), waits_for_grammar=True)
+    engine.core.grammar_ready(2)
+    engine.turn()
+    assert 3 in engine.finished
+    assert 2 not in engine.tokens
+    engine.run()
+    assert len(engine.finished) == 4
+
+
+def test_least_lost_looks_for_blocks_that_become_free():
+    engine = Engine(num_blocks=30, async_scheduling=False, max_num_batched_tokens=64)
+    for handle, prompt in enumerate((4, 8, 12)):
+        engine.add(handle, prompt, max_tokens=9)
+    engine.turn()
+    state = engine.core.state
+    assert least_lost_victim(state) == 0
+    references = state.kv.pool.references
+    for place, victim in ((0, 1), (1, 2), (2, 2)):
+        for block in state.request_at(int(state.running[place])).table.blocks:
+            references[block] += 1
+        assert least_lost_victim(state) == victim

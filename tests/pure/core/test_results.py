@@ -52,6 +52,9 @@ def test_the_plan_names_the_drafts():
     plan = engine.turn()
     assert plan.num_drafts.tolist() == [2]
     assert plan.draft_token_ids.tolist() == expected_tokens(0, 7, 2)
+    stats = engine.core.stats()
+    assert stats.spec_decode_num_drafts == 1
+    assert stats.spec_decode_num_draft_tokens == stats.spec_decode_num_accepted_tokens == 2
 
 
 def test_tokens_of_a_preempted_request_still_count():

@@ -16,19 +16,32 @@ from twostroke.errors import ConfigError
 from twostroke.testing.fake_executor import simulated_token
 
 DATA = Path(__file__).parents[2] / "data"
-WORKLOADS = dict(load_directory(DATA / "scheduler_workloads.tar.xz"))
+SETS = ("scheduler", "scheduler_random")
+
+
+def load(kind):
+    return {
+        name: content
+        for prefix in SETS
+        for name, content in load_directory(DATA / f"{prefix}_{kind}.tar.xz")
+    }
+
+
+WORKLOADS = load("workloads")
 
 
 @pytest.fixture(scope="module")
 def traces():
-    return dict(load_directory(DATA / "scheduler_traces.tar.xz"))
+    return load("traces")
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_decisions_equal_recorded(name, traces):
-    # The rules are checked too, where that is quick.
+    # The rules are checked too, where that is quick and vLLM keeps them (it does not when drafts
+    # are in flight at a forced reset, or when failed loads are shared).
     workload = WORKLOADS[name]
-    check = len(workload["requests"]) < 20 and workload["config"]["max_model_len"] < 2000
+    small = len(workload["requests"]) < 20 and workload["config"]["max_model_len"] < 2000
+    check = small and not workload["note"].startswith("random:")
     trace = Replay(workload, check=check).run()
     assert first_difference(trace, traces[name]) is None
 
@@ -86,6 +99,44 @@ def test_loads_that_fill_the_pool_do_not_wait_for_ever(workload):
     assert not trace["stuck"]
     assert [output["n"] for output in trace["outputs"].values()] == [3, 3]
     assert replay.core.state.kv.num_free == 7
+
+
+def lone_and_a_load(ready_after_steps):
+    """With one seat, a long request needs the blocks that a loaded one holds."""
+    return {
+        "config": {
+            "block_size": 2,
+            "num_gpu_blocks": 24,
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": 12,
+            "max_model_len": 64,
+            "policy": "priority",
+            "enable_prefix_caching": False,
+            "reserve_full_isl": False,
+            "max_steps": 1000,
+        },
+        "requests": [
+            {
+                "id": "r0",
+                "arrival_step": 1,
+                "prompt": [{"seed": 100, "len": 20}],
+                "max_tokens": 22,
+            },
+            {
+                "id": "r1",
+                "prompt": [{"seed": 101, "len": 6}],
+                "max_tokens": 1,
+                "external": {"matched_tokens": 5, "ready_after_steps": ready_after_steps},
+            },
+        ],
+    }
+
+
+@pytest.mark.parametrize("ready_after_steps", [0, 300])
+def test_a_lone_request_does_not_preempt_itself_for_ever(ready_after_steps):
+    trace = Replay(lone_and_a_load(ready_after_steps), faithful=False, check=True).run()
+    assert not trace["stuck"]
+    assert [output["n"] for output in trace["outputs"].values()] == [22, 1]
 
 
 def test_draft_rows_must_leave_a_budget():

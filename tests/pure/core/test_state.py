@@ -35,9 +35,15 @@ def test_a_reset_voids_results_in_flight():
     assert engine.tokens[0] == expected_tokens(0, 8, 6)
 
 
-def test_a_window_that_the_pool_cannot_hold_ends_the_request():
+@pytest.mark.parametrize("reserve_full_isl", [False, True])
+def test_a_window_that_the_pool_cannot_hold_ends_the_request(reserve_full_isl):
     # A sequence of 20 tokens must hold 5 blocks at once, and there are 4.
-    engine = Engine(num_blocks=5, sliding_window=14, async_scheduling=False)
+    engine = Engine(
+        num_blocks=5,
+        sliding_window=14,
+        async_scheduling=False,
+        reserve_full_isl=reserve_full_isl,
+    )
     engine.add(0, prompt=8, max_tokens=30)
     engine.run()
     assert engine.finished[0].reason is FinishReason.LENGTH
@@ -61,13 +67,17 @@ def test_a_lone_request_goes_on_without_room_for_drafts():
 
 def test_a_request_that_outgrew_the_budget_runs_in_a_step_of_its_own():
     engine = Engine(
-        num_blocks=7, enable_chunked_prefill=False, max_num_batched_tokens=9, max_num_seqs=2
+        num_blocks=7,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=8,
+        max_num_seqs=2,
     )
-    engine.add(0, prompt=8, max_tokens=12)
-    engine.add(1, prompt=8, max_tokens=12)
+    for handle in (0, 1):
+        engine.add(handle, prompt=6, max_tokens=14)
     engine.run()
     for handle in (0, 1):
-        assert engine.tokens[handle] == expected_tokens(handle, 8, 12)
+        assert engine.tokens[handle] == expected_tokens(handle, 6, 14)
 
 
 def test_statuses_in_order():

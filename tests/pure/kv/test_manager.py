@@ -213,6 +213,20 @@ def test_blocks_outside_the_window_are_released():
     assert kv.num_free == 10
 
 
+def test_null_blocks_are_not_registered():
+    kv = make(sliding_window=6, num_blocks=20)
+    table = new_table(kv)
+    assert allocate(
+        kv, table, 24, num_external=20, num_new=0, delay_registration=True, reserve_full=False
+    )
+    assert table.blocks == [0, 0, 0, 1, 2]
+    table.num_registered = 0
+    kv.register(table, 20)
+    assert kv.lookup(new_table(kv), 21) == [0, 0, 0, 1, 2]
+    table.blocks[3:] = [0, 0]
+    assert kv.window_boundary(table) == 29
+
+
 def test_a_window_needs_only_so_many_blocks_at_once():
     kv = make(sliding_window=6, max_num_batched_tokens=8)
     assert kv.blocks_at_once(64) == 5

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from twostroke.core.executor import Executor
 from twostroke.messages import NewRequest, SamplingParams, StepPlan
 from twostroke.testing.fake_executor import FakeExecutor, fnv1a32, simulated_token
 
@@ -39,7 +40,7 @@ def test_known_hashes():
 
 
 def test_tokens_run_on():
-    executor = FakeExecutor(block_size=4)
+    executor: Executor = FakeExecutor(block_size=4)
     executor.submit(plan(new=[new()]))
     grown = {"grown_slots": int32s(0), "grown_counts": int32s(1), "grown_blocks": int32s(2)}
     executor.submit(plan(1, computed=(4,), scheduled=(1,), **grown))
