@@ -10,10 +10,12 @@ import asyncio
 import logging
 import signal
 import socket
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import uvicorn
 import uvloop
 
@@ -22,11 +24,11 @@ from twostroke.api.app import ServerState, create_app
 from twostroke.checkpoint import Checkpoint
 from twostroke.client.chat import ChatTemplate
 from twostroke.client.engine import AsyncEngine
-from twostroke.client.tokenizer import load_tokenizer
+from twostroke.client.tokenizer import Tokenizer, load_tokenizer
 from twostroke.config import EngineConfig, Explained
 from twostroke.errors import ConfigError, EngineDeadError
-from twostroke.messages import EngineReady
 from twostroke.metrics import Metrics
+from twostroke.proc.bars import StageBars
 from twostroke.proc.launch import EngineProcess
 
 logger = logging.getLogger("twostroke")
@@ -79,37 +81,15 @@ async def _run(
     listener: socket.socket,
 ) -> int:
     tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint, config.tokenizer)
-    name = config.served_model_name or checkpoint.served_name
-    metrics = Metrics(
-        model_name=name,
-        prefix=config.metrics_prefix,
-        max_model_len=checkpoint.shape.max_position_embeddings,
-    )
-    engine = AsyncEngine(
-        process.channel,
-        tokenizer,
-        model_name=name,
-        max_model_len=checkpoint.shape.max_position_embeddings,
-        eos_token_ids=checkpoint.shape.eos_token_ids,
-        vocab_size=checkpoint.shape.vocab_size,
-        max_num_queued_reqs=config.max_num_queued_reqs,
-        metrics=metrics,
-        default_seed=config.seed,
-    )
+    bars = StageBars()
+    engine = _make_engine(config, checkpoint, tokenizer, process, bars)
     engine.start()
-    template = checkpoint.chat_template
-    if config.chat_template:
-        template = _read_template(Path(config.chat_template))
     state = ServerState(
         engine=engine,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate(
-            template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
-        )
-        if template
-        else None,
-        model_name=name,
-        metrics=metrics,
+        chat_template=_chat_template(config, checkpoint, tokenizer),
+        model_name=engine.model_name,
+        metrics=engine.metrics,
         api_key=config.api_key,
         explained=explained,
         version=__version__,
@@ -123,12 +103,56 @@ async def _run(
             timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
         )
     )
-    watch = asyncio.create_task(_watch(engine, server, process, checkpoint, listener))
+    watch = asyncio.create_task(_watch(engine, server, process, checkpoint, listener, bars))
     await server.serve(sockets=[listener])
     watch.cancel()
     died = engine.dead is not None
     await engine.close()
     return 1 if died else 0
+
+
+def _make_engine(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    process: EngineProcess,
+    bars: StageBars,
+) -> AsyncEngine:
+    name = config.served_model_name or checkpoint.served_name
+    shape = checkpoint.shape
+    return AsyncEngine(
+        process.channel,
+        tokenizer,
+        model_name=name,
+        max_model_len=shape.max_position_embeddings,
+        eos_token_ids=shape.eos_token_ids,
+        vocab_size=shape.vocab_size,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        metrics=Metrics(
+            model_name=name,
+            prefix=config.metrics_prefix,
+            max_model_len=shape.max_position_embeddings,
+        ),
+        default_seed=config.seed,
+        on_progress=lambda progress: bars.show(progress.stage, progress.done, progress.total),
+    )
+
+
+def _chat_template(
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer
+) -> ChatTemplate | None:
+    """The template of --chat-template, else the model's own; None when it has none."""
+    template = checkpoint.chat_template
+    if config.chat_template:
+        try:
+            template = Path(config.chat_template).read_text()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read --chat-template {config.chat_template}: {error.strerror}"
+            ) from None
+    if template is None:
+        return None
+    return ChatTemplate(template, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
 
 
 async def _watch(
@@ -137,39 +161,35 @@ async def _watch(
     process: EngineProcess,
     checkpoint: Checkpoint,
     listener: socket.socket,
+    bars: StageBars,
 ) -> None:
     """Print the start-up block once the engine is ready; end the server if the engine dies."""
     loop = asyncio.get_running_loop()
     died = asyncio.Event()
     process.on_death(lambda: loop.call_soon_threadsafe(died.set))
     try:
-        ready = await engine.wait_ready()
+        with bars:
+            ready = await engine.wait_ready()
     except EngineDeadError as error:
         logger.error("%s", error.message)
         server.should_exit = True
         return
     host, port = listener.getsockname()[:2]
-    print(startup_block(ready, engine.model_name, str(checkpoint.path), f"http://{host}:{port}"))
+    since_s = time.time() - psutil.Process().create_time()
+    rows = [
+        ("Model", engine.model_name, str(checkpoint.path)),
+        *ready.facts,
+        ("URL", f"http://{host}:{port}/v1", f"ready after {since_s:.1f} s; metrics at /metrics"),
+    ]
+    print(startup_block(rows), flush=True)
     await died.wait()
     logger.error("the engine is gone; this server ends in %.0f s", DEAD_LINGER_S)
     await asyncio.sleep(DEAD_LINGER_S)
     server.should_exit = True
 
 
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read --chat-template {path}: {error.strerror}") from None
-
-
-def startup_block(ready: EngineReady, model: str, path: str, url: str) -> str:
+def startup_block(rows: Sequence[tuple[str, str, str]]) -> str:
     """What a user wants to know once: each fact, its value and the reason for it."""
-    rows = [
-        ("model", model, path),
-        *ready.facts,
-        ("URL", f"{url}/v1", "OpenAI API; metrics at /metrics"),
-    ]
     width = max(len(name) for name, _, _ in rows)
     return "\n".join(
         f"  {name:<{width}}  {value}" + (f"  ({reason})" if reason else "")

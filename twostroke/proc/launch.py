@@ -20,15 +20,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TransferSpeedColumn,
-)
 
 from twostroke import checkpoint as checkpoints
 from twostroke import log, trace
@@ -36,6 +27,7 @@ from twostroke.checkpoint import Checkpoint
 from twostroke.config import EngineConfig, Explained
 from twostroke.errors import ConfigError
 from twostroke.messages import Shutdown
+from twostroke.proc.bars import StageBars
 from twostroke.transport import ZmqEngineChannel
 
 logger = logging.getLogger("twostroke")
@@ -176,19 +168,5 @@ def _begin_trace(path: str) -> None:
 
 def _resolve(config: EngineConfig) -> Checkpoint:
     """Find the model, with a progress bar if it must be downloaded."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def show(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total or None)
-            bars.update(tasks[stage], completed=done, total=total or None)
-
-        return checkpoints.resolve(config, show)
+    with StageBars() as bars:
+        return checkpoints.resolve(config, bars.show)
