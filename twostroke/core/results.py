@@ -102,18 +102,9 @@ class Results:
             full = np.minimum(seats.computed[slots] - pending, after)
             fills = full >= seats.register_at[slots]
             if fills.any():
-                self._register(slots[fills], full[fills])
+                self._state.register_blocks(slots[fills], full[fills])
         outcome.num_kept[plain] = 1
         return np.flatnonzero(slow).tolist()
-
-    def _register(self, slots: Int32s, full: Int32s) -> None:
-        """Enter blocks that became full of known tokens into the prefix cache."""
-        state = self._state
-        state.seats.hash_blocks(slots, full)
-        requests = [state.request_at(slot) for slot in slots.tolist()]
-        for request, tokens in zip(requests, full.tolist(), strict=True):
-            state.kv.register(request.table, tokens)
-        state.seats.refresh_tables(requests)
 
     def _trim_tokens(self, result: StepResult, starts: Int32s, outcome: Outcome) -> None:
         """Keep the first `num_kept` tokens of each row in the outcome's flat tokens."""
@@ -190,7 +181,9 @@ class Results:
             if self._async:
                 full = min(request.num_computed - request.num_placeholders, request.num_known)
                 if full >= state.seats.register_at[request.slot]:
-                    self._register(np.array([request.slot], np.int32), np.array([full], np.int32))
+                    state.register_blocks(
+                        np.array([request.slot], np.int32), np.array([full], np.int32)
+                    )
         return stop
 
     def _end(self, request: Request, end: Finished) -> None:

@@ -24,7 +24,7 @@ from twostroke.core.policy import (
 from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
 from twostroke.core.step import Admission, Step
-from twostroke.messages import Finished, FinishReason, Int32s
+from twostroke.messages import Bools, Finished, FinishReason, Int32s
 
 
 class _Verdict(Enum):
@@ -117,57 +117,61 @@ class Scheduler:
             wanted = np.clip(step.budget - before, 0, wanted).astype(np.int32)
         after = computed + wanted
         needed = np.minimum(after + self.state.lookahead, config.max_model_len)
-        full = np.minimum(after, known)
-        fills = full >= seats.register_at[slots]
-        busy = (needed > seats.room[slots]) | fills
+        short = needed > seats.room[slots]
         if config.sliding_window is not None:
-            busy |= computed >= seats.window_at[slots]
-        busy &= wanted > 0
-        places = np.flatnonzero(busy)
-        stop = None
-        if len(places):
-            fills &= busy
-            seats.hash_blocks(slots[fills], full[fills])
-            grown = self._grow_rows(
-                step, slots[places], computed[places], needed[places], full[places]
-            )
-            if grown < len(places):
-                stop = int(places[grown])
-                counts[start + stop] = wanted[stop]
-        counts[start : start + stop if stop is not None else None] = wanted[:stop]
+            short |= computed >= seats.window_at[slots]
+        active = wanted > 0
+        short &= active
+        stop = self._grow_rows(step, slots, short, computed, needed)
+        full = np.minimum(after, known)[:stop]
+        fills = (full >= seats.register_at[slots[:stop]]) & active[:stop]
+        if fills.any():
+            self.state.register_blocks(slots[:stop][fills], full[fills])
+        counts[start : start + stop] = wanted[:stop]
         step.budget -= int(wanted[:stop].sum())
-        return None if stop is None else start + stop
+        if stop == len(slots):
+            return None
+        counts[start + stop] = wanted[stop]
+        return start + stop
 
     def _grow_rows(
-        self, step: Step, slots: Int32s, computed: Int32s, needed: Int32s, full: Int32s
+        self, step: Step, slots: Int32s, short: Bools, computed: Int32s, needed: Int32s
     ) -> int:
-        """Blocks for running rows, and registration of those they fill; how many rows succeeded.
+        """Blocks for the rows that are `short`; the first row that gets none, or their number.
 
-        Rows that need one block each are served from the front of the free list in row order,
-        together; one by one only near the end of the pool, or with a window.
+        They are served from the front of the free list in row order: together while blocks
+        suffice, one by one near the end of the pool or with a window, which gives some back.
         """
         seats, kv = self.seats, self.kv
-        requests = [self.state.request_at(slot) for slot in slots.tolist()]
-        short = np.maximum(needed - seats.room[slots] + (kv.block_size - 1), 0) // kv.block_size
-        counts = short.tolist()
-        done = len(requests)
-        if self.config.sliding_window is None and sum(counts) <= kv.num_free:
-            tables = [request.table for request in requests]
-            for request, new in zip(requests, kv.take_for(tables, counts), strict=True):
-                if new:
-                    step.grown.setdefault(request.slot, []).extend(new)
-        else:
-            for index, request in enumerate(requests):
-                taken = kv.grow(request.table, int(computed[index]), int(needed[index]))
-                if taken is None:
-                    done = index
-                    break
-                if taken:
-                    step.grown.setdefault(request.slot, []).extend(taken)
-        for request, tokens in zip(requests[:done], full.tolist(), strict=False):
-            kv.register(request.table, tokens)
-        seats.refresh_tables(requests[:done])
-        return done
+        places = np.flatnonzero(short)
+        if not len(places):
+            return len(slots)
+        lacking = slots[places]
+        missing = needed[places] - seats.room[lacking]
+        counts = (missing + (kv.block_size - 1)) // kv.block_size
+        if not kv.windowed and int(counts.sum()) <= kv.num_free:
+            seats.room[lacking] += counts * kv.block_size
+            tables = [self.state.request_at(slot).table for slot in lacking.tolist()]
+            step.grown.update(
+                zip(lacking.tolist(), kv.take_for(tables, counts.tolist()), strict=True)
+            )
+            return len(slots)
+        for place in places.tolist():
+            slot = int(slots[place])
+            if not self._grow_row(step, slot, int(computed[place]), int(needed[place])):
+                return int(place)
+        return len(slots)
+
+    def _grow_row(self, step: Step, slot: int, computed: int, needed: int) -> bool:
+        """Blocks for one row, so that its table holds `needed` tokens."""
+        request = self.state.request_at(slot)
+        taken = self.kv.grow(request.table, computed, needed)
+        if taken is None:
+            return False
+        if taken:
+            step.grown[slot] = taken
+        self.seats.refresh_tables([request])
+        return True
 
     # ------------------------------------------------------------ preemption
 
@@ -179,7 +183,6 @@ class Scheduler:
         Returns its index, its tokens, and the counts, shifted by the victims that left before it.
         """
         state = self.state
-        row = self._growth_of(request.slot, wanted, state.lookahead)
         while True:
             if state.num_running == 1 and (granted := self._ends_stall(step, request, wanted)):
                 return index, granted, counts[: state.num_running]
@@ -195,7 +198,7 @@ class Scheduler:
             counts = np.delete(counts, place)
             state.preempt(place)
             step.preempted.append(victim)
-            if victim is request or self._grow_rows(step, *row):
+            if victim is request or self._grow_lone(step, request, wanted, state.lookahead):
                 return index, wanted, counts
 
     def _ends_stall(self, step: Step, request: Request, wanted: int) -> int:
@@ -214,7 +217,7 @@ class Scheduler:
         if request.num_stalls <= MAX_STALLS:
             return 0
         wanted = max(1, wanted - int(self.seats.num_drafts[request.slot]))
-        while not self._grow_rows(step, *self._growth_of(request.slot, wanted, 0)):
+        while not self._grow_lone(step, request, wanted, 0):
             if self._take_from_ended_load(step):
                 continue
             if self.queues.num_holding_blocks or self.state.held:
@@ -223,14 +226,17 @@ class Scheduler:
             break
         return wanted
 
-    def _growth_of(
-        self, slot: int, wanted: int, lookahead: int
-    ) -> tuple[Int32s, Int32s, Int32s, Int32s]:
-        """One row's seat, computed tokens, slots needed and full tokens, as `_grow_rows` asks."""
-        slots = np.array([slot], np.int32)
-        computed = self.seats.computed[slots]
-        needed = np.minimum(computed + wanted + lookahead, self.config.max_model_len)
-        return slots, computed, needed, np.minimum(computed + wanted, self.seats.known[slots])
+    def _grow_lone(self, step: Step, request: Request, wanted: int, lookahead: int) -> bool:
+        """Blocks for one row that lacked them, and registration of those it fills."""
+        seats, slot = self.seats, request.slot
+        after = int(seats.computed[slot]) + wanted
+        needed = min(after + lookahead, self.config.max_model_len)
+        if not self._grow_row(step, slot, after - wanted, needed):
+            return False
+        full = min(after, int(seats.known[slot]))
+        if full >= seats.register_at[slot]:
+            self.state.register_blocks(np.array([slot], np.int32), np.array([full], np.int32))
+        return True
 
     # ------------------------------------------------------------ waiting requests
 

@@ -141,21 +141,22 @@ class Seats:
     def hash_blocks(self, slots: Int32s, up_to: Int32s) -> None:
         """Extend prefix keys of these seats over the full blocks of their first `up_to` tokens."""
         size = self._kv.block_size
-        while len(slots):
-            first = self.num_keys[slots]
-            due = (first + 1) * size <= up_to
-            slots, first, up_to = slots[due], first[due], up_to[due]
-            if not len(slots):
-                return
+        first = self.num_keys[slots]
+        due = (first + 1) * size <= up_to
+        while due.any():
+            if not due.all():
+                slots, first, up_to = slots[due], first[due], up_to[due]
             positions = (first * size)[:, None] + self._block_offsets
             tokens = self.tokens[slots[:, None], positions]
             keys, sums = self._kv.hasher.extend_many(self.sums[slots], first, tokens)
             self.sums[slots] = sums
-            self.num_keys[slots] = first + 1
+            first = first + 1
+            self.num_keys[slots] = first
             for slot, key in zip(slots.tolist(), keys, strict=True):
                 request = self.request_of[slot]
                 assert request is not None
                 request.table.keys.append(key)
+            due = (first + 1) * size <= up_to
 
     def may_stop(self, tokens: Int32s) -> Bools:
         """Which of these tokens could be a stop id of some seated request."""

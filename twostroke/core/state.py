@@ -111,6 +111,15 @@ class EngineState:
         self.order[: len(kept)] = kept
         self.num_running = len(kept)
 
+    def register_blocks(self, slots: Int32s, full: Int32s) -> None:
+        """Enter blocks that seated requests fill, up to `full` known tokens, into the cache."""
+        self.seats.hash_blocks(slots, full)
+        tables = [self.request_at(slot).table for slot in slots.tolist()]
+        for table, num_tokens in zip(tables, full.tolist(), strict=True):
+            self.kv.register(table, num_tokens)
+        size = self.config.block_size
+        self.seats.register_at[slots] = (full // size + 1) * size
+
     def preempt(self, place: int) -> Request:
         """Take blocks and seat of the request at this place of `running`; it is recomputed later.
 

@@ -182,10 +182,10 @@ class KvManager:
         start = table.num_registered or 0
         end = min(num_tokens // self.block_size, len(table.blocks))
         if end > start:
-            add = self._map.add
-            for key, block in zip(table.keys[start:end], table.blocks[start:end], strict=True):
-                if block != NULL_BLOCK:
-                    add(key, block)
+            add, keys, blocks = self._map.add, table.keys, table.blocks
+            for index in range(start, end):
+                if blocks[index] != NULL_BLOCK:
+                    add(keys[index], blocks[index])
             table.num_registered = end
 
     def forget(self, blocks: Iterable[int]) -> None:

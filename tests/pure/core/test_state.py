@@ -35,14 +35,16 @@ def test_a_reset_voids_results_in_flight():
     assert engine.tokens[0] == expected_tokens(0, 8, 6)
 
 
-@pytest.mark.parametrize("reserve_full_isl", [False, True])
-def test_a_window_that_the_pool_cannot_hold_ends_the_request(reserve_full_isl):
-    # A sequence of 20 tokens must hold 5 blocks at once, and there are 4.
+@pytest.mark.parametrize("again", [False, True])
+def test_a_window_that_the_pool_cannot_hold_ends_the_request(again):
+    # A sequence of 20 tokens must hold 5 blocks at once, and there are 4. `again`: it is admitted
+    # again and again and gets to the same point; otherwise it is not even admitted.
     engine = Engine(
         num_blocks=5,
         sliding_window=14,
         async_scheduling=False,
-        reserve_full_isl=reserve_full_isl,
+        reserve_full_isl=not again,
+        enable_prefix_caching=not again,
     )
     engine.add(0, prompt=8, max_tokens=30)
     engine.run()
