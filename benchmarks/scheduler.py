@@ -2,11 +2,14 @@
 
     python benchmarks/scheduler.py [--json] [--quick]
 
-`decode`: `begin` + `finish` of a step in which every request decodes one token (block 16, a large
-pool, two steps in flight), for several numbers of running requests. `admit`: queueing (hashing) and
-first scheduling of prompts of 1,024 tokens, all different or with a shared prefix of 768. `blocked`:
-decode steps while a head that does not fit and many others wait. Times are process CPU time, medians
-over steps; beside them what vLLM 0.32's own scheduler took on a 2-core Sapphire Rapids machine.
+decode   `begin` + `finish` of a step in which every request decodes one token (block 16, a large
+         pool, two steps in flight), and encoding what it emits, by number of running requests
+waiting  the same while 1,000 requests wait, for a seat or behind a head that lacks memory
+admit    per prompt of 1,024 tokens, 1,024 of them at once: its hash, queueing it (with the hash)
+         and its first scheduling, with and without a prefix of 768 tokens that all share
+
+Figures are process CPU time, medians over steps. Beside them: what vLLM 0.32's own scheduler took,
+alone in a process, on a machine of 2 cores (Sapphire Rapids class).
 """
 
 import argparse
@@ -22,9 +25,11 @@ from twostroke.core.loop import EngineCore
 from twostroke.messages import AddRequest, SamplingParams, StepPlan, StepResult, encode
 
 BLOCK = 16
-VLLM_STEP_US = {32: 500.0, 256: 4000.0, 1024: 17900.0}
-VLLM_ADMIT_US = {0: (970.0, 210.0), 768: (340.0, 290.0)}
-PARAMS = SamplingParams(ignore_eos=False)
+VOCAB = 49_152
+VLLM_STEP_US = {32: 500, 256: 4000, 1024: 17900}
+VLLM_ADMIT_US = {0: {"hash_us": 210, "schedule_us": 970}, 768: {"hash_us": 290, "schedule_us": 340}}
+PARAMS = SamplingParams()
+Row = dict[str, float]
 
 
 def make_core(num_seqs: int, *, num_blocks: int = 200_000, budget: int = 1 << 17) -> EngineCore:
@@ -38,7 +43,7 @@ def make_core(num_seqs: int, *, num_blocks: int = 200_000, budget: int = 1 << 17
     return EngineCore(config, WallClock())
 
 
-def request(handle: int, tokens: np.ndarray, max_tokens: int) -> AddRequest:
+def make_request(handle: int, tokens: np.ndarray, max_tokens: int) -> AddRequest:
     return AddRequest(
         handle=handle,
         request_id=f"request-{handle}",
@@ -51,32 +56,24 @@ def request(handle: int, tokens: np.ndarray, max_tokens: int) -> AddRequest:
 
 def result_of(plan: StepPlan, rng: np.random.Generator) -> StepResult:
     sampled = plan.samples.astype(np.int32)
-    tokens = rng.integers(1, 49152, int(sampled.sum()), dtype=np.int32)
+    tokens = rng.integers(1, VOCAB, int(sampled.sum()), dtype=np.int32)
     return StepResult(step=plan.step, num_sampled=sampled, token_ids=tokens)
 
 
-def bench_decode(num: int, steps: int, *, num_waiting: int = 0) -> dict[str, float]:
-    """Microseconds of begin, finish, both, and of encoding the outputs, per step."""
+def bench_decode(num: int, steps: int, *, waiting: int = 0, lacks_memory: bool = False) -> Row:
+    """Microseconds of `begin`, `finish`, both, and of encoding the outputs, per step."""
     rng = np.random.default_rng(0)
-    num_blocks = 200_000 if not num_waiting else 1 + num * (BLOCK + steps // BLOCK + 4)
-    core = (
-        make_core(num, num_blocks=num_blocks)
-        if not num_waiting
-        else make_core(num + 1, num_blocks=num_blocks)
-    )
+    # Room for the growth of what runs, and less than the 500 blocks of a waiting prompt beside it.
+    pool = 1 + num * (144 + steps) // BLOCK + 400 if lacks_memory else 200_000
+    core = make_core(num + lacks_memory, num_blocks=pool)
     for handle in range(num):
         # Different lengths, so that block boundaries are spread over the steps.
-        tokens = rng.integers(1, 49152, 128 + handle % BLOCK, dtype=np.int32)
-        core.add(request(handle, tokens, 4 * steps + 1000))
-    for handle in range(num, num + num_waiting):
-        core.add(request(handle, rng.integers(1, 49152, 8000, dtype=np.int32), 100))
+        tokens = rng.integers(1, VOCAB, 128 + handle % BLOCK, dtype=np.int32)
+        core.add(make_request(handle, tokens, 4 * steps + 1000))
+    for handle in range(num, num + waiting):
+        core.add(make_request(handle, rng.integers(1, VOCAB, 8000, dtype=np.int32), 100))
     plans = [core.begin(), core.begin()]
-    times: dict[str, list[float]] = {
-        "begin_us": [],
-        "finish_us": [],
-        "total_us": [],
-        "encode_us": [],
-    }
+    times: dict[str, list[float]] = {}
     for _ in range(steps):
         result = result_of(plans.pop(0), rng)
         start = time.process_time_ns()
@@ -86,39 +83,51 @@ def bench_decode(num: int, steps: int, *, num_waiting: int = 0) -> dict[str, flo
         begun = time.process_time_ns()
         encode(outputs)
         encoded = time.process_time_ns()
-        times["finish_us"].append((finished - start) / 1e3)
-        times["begin_us"].append((begun - finished) / 1e3)
-        times["total_us"].append((begun - start) / 1e3)
-        times["encode_us"].append((encoded - begun) / 1e3)
+        for name, duration_ns in (
+            ("begin_us", begun - finished),
+            ("finish_us", finished - start),
+            ("total_us", begun - start),
+            ("encode_us", encoded - begun),
+        ):
+            times.setdefault(name, []).append(duration_ns / 1e3)
     assert len(plans[-1].slots) == num, "not every request decoded"
     return {name: round(statistics.median(values), 1) for name, values in times.items()}
 
 
-def bench_admit(num: int, shared: int, repeats: int) -> dict[str, float]:
-    """Microseconds per prompt: queueing it (which hashes it), and admitting it."""
-    hashing, scheduling = [], []
+def bench_admit(num: int, shared: int, repeats: int) -> Row:
+    """Microseconds per prompt: hashing it, queueing it (which hashes it), and admitting it."""
+    times: dict[str, list[float]] = {}
     for repeat in range(repeats):
         rng = np.random.default_rng(repeat)
         core = make_core(num, budget=num * 1024)
-        prefix = rng.integers(1, 49152, shared, dtype=np.int32)
+        prefix = rng.integers(1, VOCAB, shared, dtype=np.int32)
         prompts = [
-            np.concatenate((prefix, rng.integers(1, 49152, 1024 - shared, dtype=np.int32)))
+            np.concatenate((prefix, rng.integers(1, VOCAB, 1024 - shared, dtype=np.int32)))
             for _ in range(num)
         ]
-        requests = [request(handle, tokens, 16) for handle, tokens in enumerate(prompts)]
+        requests = [make_request(handle, tokens, 16) for handle, tokens in enumerate(prompts)]
         start = time.process_time_ns()
-        for item in requests:
-            core.add(item)
+        for tokens in prompts:
+            core.state.kv.new_table(tokens, "", may_read=True)
+        hashed = time.process_time_ns()
+        for request in requests:
+            core.add(request)
         queued = time.process_time_ns()
         plan = core.begin()
         admitted = time.process_time_ns()
         assert len(plan.slots) == num
-        hashing.append((queued - start) / 1e3 / num)
-        scheduling.append((admitted - queued) / 1e3 / num)
-    return {
-        "queue_us": round(statistics.median(hashing), 2),
-        "schedule_us": round(statistics.median(scheduling), 2),
-    }
+        for name, duration_ns in (
+            ("hash_us", hashed - start),
+            ("queue_us", queued - hashed),
+            ("schedule_us", admitted - queued),
+        ):
+            times.setdefault(name, []).append(duration_ns / 1e3 / num)
+    return {name: round(statistics.median(values), 2) for name, values in times.items()}
+
+
+def print_row(title: str, row: Row, *others: float) -> None:
+    figures = "".join(f"{value:10.1f}" for value in (*row.values(), *others))
+    print(f"{title:34}{figures}")
 
 
 def main() -> None:
@@ -127,29 +136,30 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     args = parser.parse_args()
     steps, repeats = (60, 1) if args.quick else (400, 5)
-    report: dict[str, dict[str, dict[str, float]]] = {"decode": {}, "admit": {}, "blocked": {}}
+    report: dict[str, dict[str, Row]] = {"decode": {}, "waiting": {}, "admit": {}}
+
     print(
-        f"{'decode, CPU us a step':28}{'begin':>9}{'finish':>9}{'total':>9}{'encode':>9}{'vLLM':>9}"
+        f"{'CPU us a step':34}" + "".join(f"{n:>10}" for n in ("begin", "finish", "total")), end=""
     )
+    print(f"{'encode':>10}{'vLLM':>10}")
     for num in (32, 256, 1024):
         row = report["decode"][str(num)] = bench_decode(num, steps)
-        figures = "".join(
-            f"{row[f'{key}_us']:9.1f}" for key in ("begin", "finish", "total", "encode")
-        )
-        print(f"{f'{num} requests':28}{figures}{VLLM_STEP_US[num]:9.0f}")
-    row = report["blocked"]["1024"] = bench_decode(1024, steps, num_waiting=1000)
-    figures = "".join(f"{row[f'{key}_us']:9.1f}" for key in ("begin", "finish", "total", "encode"))
-    print(f"{'1024 requests, 1000 waiting':28}{figures}")
-    print(
-        f"\n{'admission, CPU us a prompt':28}{'queue':>9}{'schedule':>9}{'vLLM: hash, schedule':>22}"
+        print_row(f"{num:,} decode", row, VLLM_STEP_US[num])
+    row = report["waiting"]["seat"] = bench_decode(1024, steps, waiting=1000)
+    print_row("1,024 decode, 1,000 want a seat", row)
+    row = report["waiting"]["memory"] = bench_decode(
+        64, min(steps, 100), waiting=1000, lacks_memory=True
     )
+    print_row("64 decode, 1,000 lack memory", row)
+
+    print(
+        f"\n{'CPU us a prompt of 1,024':34}" + "".join(f"{n:>10}" for n in ("hash", "queue")),
+        end="",
+    )
+    print(f"{'schedule':>10}   vLLM: hash, schedule")
     for shared in (0, 768):
         row = report["admit"][str(shared)] = bench_admit(1024, shared, repeats)
-        schedule, hashing = VLLM_ADMIT_US[shared]
-        print(
-            f"{f'{shared} of 1,024 tokens shared':28}{row['queue_us']:9.2f}"
-            f"{row['schedule_us']:9.2f}{hashing:12.0f},{schedule:9.0f}"
-        )
+        print_row(f"{shared} tokens shared", row, *VLLM_ADMIT_US[shared].values())
     if args.json:
         print(json.dumps(report))
 
