@@ -170,7 +170,7 @@ class Scheduler:
             return False
         if taken:
             step.grown[slot] = taken
-        self.seats.refresh_tables([request])
+        self.seats.refresh_table(request)
         return True
 
     # ------------------------------------------------------------ preemption
@@ -281,6 +281,7 @@ class Scheduler:
                     request, num_local
                 )
                 if answer is None:
+                    self.kv.remember_lookup(request.table)
                     self.queues.pass_over(request)
                     return _Verdict.PASSED
                 asynchronous = asynchronous and answer > 0
@@ -302,6 +303,8 @@ class Scheduler:
             reserve_full=self.config.reserve_full_isl,
             delay_registration=asynchronous,
         ):
+            if num_local is not None:
+                self.kv.remember_lookup(request.table)
             return _Verdict.LACKS_BLOCKS
         if self._connector is not None:
             self._connector.update_state_after_alloc(request, request.table.blocks, num_external)

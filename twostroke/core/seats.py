@@ -11,7 +11,7 @@ a registration, a stop check?" is one comparison per row:
     stop_at       length at which it certainly stops
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -112,18 +112,16 @@ class Seats:
         self.placeholders[slot] = request.num_placeholders
         self.special[slot] = request.frames_to_discard > 0
         self.num_keys[slot] = len(request.table.keys)
-        self.refresh_tables([request])
+        self.refresh_table(request)
 
-    def refresh_tables(self, requests: Sequence[Request]) -> None:
-        """Recompute the thresholds that follow from the block tables of seated requests."""
-        kv, size = self._kv, self._kv.block_size
-        slots = [request.slot for request in requests]
-        tables = [request.table for request in requests]
-        self.room[slots] = [len(table.blocks) * size for table in tables]
+    def refresh_table(self, request: Request) -> None:
+        """Recompute the thresholds that follow from a seated request's block table."""
+        kv, slot, table = self._kv, request.slot, request.table
+        self.room[slot] = len(table.blocks) * kv.block_size
         if kv.caching:
-            self.register_at[slots] = [((t.num_registered or 0) + 1) * size for t in tables]
+            self.register_at[slot] = ((table.num_registered or 0) + 1) * kv.block_size
         if kv.windowed:
-            self.window_at[slots] = [kv.window_boundary(table) for table in tables]
+            self.window_at[slot] = kv.window_boundary(table)
 
     # ------------------------------------------------------------ tokens
 

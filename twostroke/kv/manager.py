@@ -73,6 +73,7 @@ class KvManager:
         self._window = config.sliding_window
         self._drop_last_hit = config.num_spec_tokens > 0 and config.spec_method == "eagle"
         self._memos: dict[BlockTable, _Memo] = {}
+        self._last_lookup: tuple[BlockTable, int, list[int]] | None = None
         window_tokens = (self._window or 0) - 1 + config.max_num_batched_tokens
         self._window_gate_blocks = self.blocks_for(min(window_tokens, config.max_model_len)) + 1
 
@@ -141,17 +142,24 @@ class KvManager:
             return memo.hits
         self.num_lookups += 1
         hits: list[int] = []
-        missing_key = None
         for key in table.keys[:limit]:
             block = first.get(key)
             if block is None:
-                missing_key = key
                 break
             hits.append(block)
+        self._last_lookup = (table, limit, hits)
+        return hits
+
+    def remember_lookup(self, table: BlockTable) -> None:
+        """The request of the last look-up has to wait: it need not be looked up again."""
+        if self._last_lookup is None or self._last_lookup[0] is not table:
+            return
+        _, limit, hits = self._last_lookup
         if len(self._memos) >= _MAX_MEMOS:
             self._memos.clear()
+        missing_key = table.keys[len(hits)] if len(hits) < limit else None
         self._memos[table] = _Memo(limit, hits, missing_key)
-        return hits
+        self._last_lookup = None
 
     def _window_hits(self, keys: list[bytes], window: int) -> list[int]:
         """The right-most run of cached blocks that covers a window, nulls to its left.
@@ -182,10 +190,7 @@ class KvManager:
         start = table.num_registered or 0
         end = min(num_tokens // self.block_size, len(table.blocks))
         if end > start:
-            add, keys, blocks = self._map.add, table.keys, table.blocks
-            for index in range(start, end):
-                if blocks[index] != NULL_BLOCK:
-                    add(keys[index], blocks[index])
+            self._map.add(table.keys[start:end], table.blocks[start:end])
             table.num_registered = end
 
     def forget(self, blocks: Iterable[int]) -> None:
@@ -196,6 +201,7 @@ class KvManager:
 
     def _evict(self, block: int) -> None:
         self._map.remove(block)
+        self._last_lookup = None
         for table in [t for t, memo in self._memos.items() if block in memo.blocks]:
             del self._memos[table]
 
@@ -205,6 +211,7 @@ class KvManager:
             return False
         self._map.clear()
         self._memos.clear()
+        self._last_lookup = None
         return True
 
     # ------------------------------------------------------------ allocation
@@ -261,7 +268,8 @@ class KvManager:
             whole = self.blocks_at_once(min(num_tokens, self._max_model_len))
             if self._need(table, whole, hits, capped) > self.pool.num_free:
                 return False
-        self._release_unseen(table, capped)
+        if self._window is not None:
+            self._release_unseen(table, capped)
         slots = min(capped + num_new + lookahead, self._max_model_len)
         if self._need(table, self.blocks_for(slots), hits, present) > self.pool.num_free:
             return False
@@ -283,7 +291,7 @@ class KvManager:
         unseen = self.first_visible(present) // self.block_size
         references = self.pool.references
         seen = hits[max(0, unseen - held) :]
-        pinned = sum(block != NULL_BLOCK and references[block] == 0 for block in seen)
+        pinned = [references[block] for block in seen].count(0) - seen.count(NULL_BLOCK)
         return max(blocks - max(unseen, len(hits) + held), 0) + pinned
 
     def _place_hits(

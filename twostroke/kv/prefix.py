@@ -19,6 +19,7 @@ import secrets
 import numpy as np
 from numpy.typing import NDArray
 
+from twostroke.kv.blocks import NULL_BLOCK
 from twostroke.messages import Int32s
 
 UInt64s = NDArray[np.uint64]
@@ -107,12 +108,14 @@ class PrefixMap:
         self.first: dict[bytes, int] = {}
         self._later: dict[bytes, list[int]] = {}
 
-    def add(self, key: bytes, block: int) -> None:
-        """Register `block` under `key`; a block that has a key already keeps it."""
-        if self.key_of[block] is None:
-            self.key_of[block] = key
-            if self.first.setdefault(key, block) != block:
-                self._later.setdefault(key, []).append(block)
+    def add(self, keys: list[bytes], blocks: list[int]) -> None:
+        """Register each block under its key, unless it has one already or is the null block."""
+        key_of, first = self.key_of, self.first
+        for key, block in zip(keys, blocks, strict=True):
+            if block != NULL_BLOCK and key_of[block] is None:
+                key_of[block] = key
+                if first.setdefault(key, block) != block:
+                    self._later.setdefault(key, []).append(block)
 
     def remove(self, block: int) -> None:
         """Take the key from a block that has one."""

@@ -113,11 +113,14 @@ def test_lookups_are_remembered_until_something_changes():
     allocate(kv, first, 8)
     hits = kv.lookup(waiting, 40)
     assert kv.num_lookups == 1
+    kv.remember_lookup(first)  # not the one that was looked up
+    kv.remember_lookup(waiting)
     assert kv.lookup(waiting, 40) is hits
     assert kv.num_lookups == 1
     kv.grow(first, 8, 12)
     kv.register(first, 12)  # the first missing key appears
     assert len(kv.lookup(waiting, 40)) == 3
+    kv.remember_lookup(waiting)
     assert kv.num_lookups == 2
     kv.free(first)
     kv.forget([hits[0]])  # a hit is gone
@@ -125,11 +128,22 @@ def test_lookups_are_remembered_until_something_changes():
     kv.forget([hits[0]])  # has no key any more
 
 
+def test_a_lookup_that_is_out_of_date_is_not_remembered():
+    kv = make()
+    first, waiting = new_table(kv), new_table(kv)
+    allocate(kv, first, 8)
+    assert kv.lookup(waiting, 40) == [1, 2]
+    kv.forget([1])
+    kv.remember_lookup(waiting)
+    assert kv.lookup(waiting, 40) == []
+
+
 def test_memory_of_lookups_is_bounded():
     kv = make()
     tables = [new_table(kv) for _ in range(40)]
     for table in tables:
         kv.lookup(table, 40)
+        kv.remember_lookup(table)
     assert kv.num_lookups == 40
     kv.lookup(tables[0], 40)
     assert kv.num_lookups == 41
