@@ -45,11 +45,13 @@ def make_request(handle: int, prompt: int | list[int] = 8, max_tokens: int = 4, 
 class Engine:
     """A core and its fake device; collects tokens, ends and events by handle."""
 
-    def __init__(self, *, connector=None, executor=None, faithful=False, **settings: Any) -> None:
+    def __init__(
+        self, *, connector=None, executor=None, faithful=False, check=True, **settings: Any
+    ) -> None:
         self.config = SchedulerConfig(**(SMALL | settings))
         self.clock = VirtualClock()
         self.core = EngineCore(
-            self.config, self.clock, connector=connector, check=True, faithful=faithful
+            self.config, self.clock, connector=connector, check=check, faithful=faithful
         )
         self.executor = executor or FakeExecutor(block_size=self.config.block_size)
         self.depth = 2 if self.config.async_scheduling else 1

@@ -248,7 +248,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(workload=workloads(), options=OPTIONS)
 def test_every_request_ends_with_its_own_tokens_and_no_block_is_lost(workload, options):
     replay = Replay(workload, faithful=False, check=True, **options)
@@ -279,7 +279,13 @@ def test_fcfs_serves_in_order_of_arrival(lengths, seats):
 
 def test_a_thousand_random_requests_return_every_block():
     rng = random.Random(5)
-    engine = Engine(num_blocks=200, max_num_seqs=32, max_num_batched_tokens=256, max_model_len=128)
+    engine = Engine(
+        num_blocks=200,
+        max_num_seqs=32,
+        max_num_batched_tokens=256,
+        max_model_len=128,
+        check=False,
+    )
     live: list[int] = []
     for handle in range(1000):
         prompt = rng.randrange(1, 90)

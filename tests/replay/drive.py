@@ -1,44 +1,17 @@
-"""Replay recorded workloads through our scheduler and compare every decision with vLLM's.
+"""The driver: one workload, step by step, through an EngineCore, recorded as vLLM's was."""
 
-    python -m tests.replay WORKLOADS TRACES
-
-WORKLOADS and TRACES are two directories of .json or .json.xz files with equal names, or two .tar.xz
-archives of such. Each workload is driven step by step, with a simulated model and a mock connector,
-and each step's record is compared with the recorded one. Prints `N of M equal` and the first
-difference of every other; exits 1 if any differs.
-"""
-
-import json
-import lzma
-import sys
-import tarfile
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.replay.simulation import EOS, STOP, Json, MockConnector, SimulatedModel
 from twostroke.clock import VirtualClock
 from twostroke.config import SchedulerConfig
-from twostroke.connector.base import KvRequest
 from twostroke.core.loop import EngineCore
-from twostroke.core.request import Request
 from twostroke.core.step import Admission, Step
-from twostroke.messages import (
-    AddRequest,
-    EngineOutputs,
-    FinishReason,
-    KvReport,
-    SamplingParams,
-    StepResult,
-)
-from twostroke.testing.fake_executor import fnv1a32, simulated_token
-
-EOS, STOP = 2, 3
-Json = dict[str, Any]
+from twostroke.messages import AddRequest, EngineOutputs, SamplingParams, StepResult
 
 _DEFAULTS = {
     "block_size": 16,
@@ -63,163 +36,6 @@ _DEFAULTS = {
     "trace_free_crc": None,
 }
 _NOT_OURS = ("num_gpu_blocks", "kv_role", "max_steps", "trace_block_ids", "trace_free_crc")
-
-
-def splitmix64(x: int) -> int:
-    mask = (1 << 64) - 1
-    x = (x + 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return x ^ (x >> 31)
-
-
-def seeded_tokens(seed: int, start: int, length: int) -> list[int]:
-    """Tokens `start` to `start + length` of the endless text with this seed."""
-    x = np.arange(start, start + length, dtype=np.uint64) + np.uint64(splitmix64(seed))
-    x += np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return (np.uint64(100) + x % np.uint64(31900)).astype(np.int64).tolist()
-
-
-class SimulatedModel:
-    """What each request emits at each position, and how many drafts it accepts."""
-
-    def __init__(self, specs: dict[str, Json]) -> None:
-        self._specs = specs
-        self._prompts: dict[str, list[int]] = {}
-        self._verifications: dict[str, int] = {}
-        self._proposals: dict[str, int] = {}
-
-    def prompt(self, request_id: str) -> list[int]:
-        if request_id not in self._prompts:
-            spec = self._specs[request_id]
-            tokens = list(spec.get("prompt_token_ids", ()))
-            for segment in spec.get("prompt", ()):
-                tokens += self._segment(segment)
-            self._prompts[request_id] = tokens
-        return self._prompts[request_id]
-
-    def _segment(self, segment: Json) -> list[int]:
-        if "tokens" in segment:
-            return list(segment["tokens"])
-        if "out_of" in segment:
-            first = segment["start_pos"]
-            return [self.token(segment["out_of"], first + i) for i in range(segment["len"])]
-        return seeded_tokens(segment["seed"], segment.get("start", 0), segment["len"])
-
-    def token(self, request_id: str, position: int) -> int:
-        spec = self._specs[request_id]
-        output = position - len(self.prompt(request_id))
-        if spec.get("eos_at") == output:
-            return EOS
-        if spec.get("stop_token_at") == output:
-            return STOP
-        return simulated_token(request_id, position)
-
-    def accepted(self, request_id: str, drafts: int) -> int:
-        index = self._verifications.get(request_id, 0)
-        self._verifications[request_id] = index + 1
-        pattern = self._specs[request_id].get("spec", {}).get("accept")
-        if pattern:
-            return min(pattern[index % len(pattern)], drafts)
-        return fnv1a32(f"{request_id}:acc:{index}") % (drafts + 1)
-
-    def proposed(self, request_id: str, default: int) -> int:
-        index = self._proposals.get(request_id, 0)
-        self._proposals[request_id] = index + 1
-        pattern = self._specs[request_id].get("spec", {}).get("draft_len")
-        return pattern[index % len(pattern)] if pattern else default
-
-
-@dataclass
-class _Transfer:
-    request_id: str
-    due: int
-    is_send: bool = False
-    is_sync: bool = False
-    invalid: tuple[int, ...] = ()
-
-
-class MockConnector:
-    """Offers remote tokens, and reports loads and sends as each workload says."""
-
-    def __init__(self, specs: dict[str, Json], block_size: int) -> None:
-        self._specs = specs
-        self._block_size = block_size
-        self._unknown = {
-            request_id: spec["external"].get("lookup_none_calls", 0)
-            for request_id, spec in specs.items()
-            if "external" in spec
-        }
-        self._loaded: set[str] = set()
-        self._transfers: list[_Transfer] = []
-        self.step = 0
-        self.kv_params: Json = {}
-
-    def on_new_request(self, request: KvRequest) -> None:
-        pass
-
-    def get_num_new_matched_tokens(
-        self, request: KvRequest, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        spec = self._specs[request.request_id].get("external")
-        if spec is None or (request.request_id in self._loaded and not spec.get("reload")):
-            return 0, False
-        if self._unknown[request.request_id] > 0:
-            self._unknown[request.request_id] -= 1
-            return None, False
-        is_async = spec.get("async_load", True)
-        most = min(spec["matched_tokens"], request.num_tokens - (0 if is_async else 1))
-        offered = max(0, most - num_computed_tokens)
-        return offered, is_async and offered > 0
-
-    def update_state_after_alloc(
-        self, request: KvRequest, block_ids: Sequence[int], num_external_tokens: int
-    ) -> None:
-        if num_external_tokens == 0:
-            return
-        request_id = request.request_id
-        spec = self._specs[request_id]["external"]
-        self._loaded.add(request_id)
-        first = spec.get("fail_from_block")
-        invalid = () if first is None else tuple(block_ids[first:])
-        is_sync = not spec.get("async_load", True)
-        if invalid or not is_sync:
-            due = self.step + (0 if is_sync else spec.get("ready_after_steps", 0))
-            self._transfers.append(_Transfer(request_id, due, is_sync=is_sync, invalid=invalid))
-
-    def build_connector_meta(self) -> bytes:
-        return b""
-
-    def update_connector_output(self, report: KvReport) -> None:
-        pass
-
-    def request_finished(
-        self, request: KvRequest, block_ids: Sequence[int]
-    ) -> tuple[bool, Json | None]:
-        send = self._specs[request.request_id].get("send")
-        assert isinstance(request, Request)
-        if send is None or request.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            return False, None
-        due = self.step + send["delay_free_steps"]
-        self._transfers.append(_Transfer(request.request_id, due, is_send=True))
-        params = {"do_remote_prefill": True, "num_blocks": len(block_ids)}
-        self.kv_params[request.request_id] = params
-        return True, params
-
-    def report(self, step: int) -> tuple[KvReport, list[str]]:
-        """What ended by the given schedule step; also the requests whose load failed."""
-        ended = [transfer for transfer in self._transfers if transfer.due <= step]
-        self._transfers = [transfer for transfer in self._transfers if transfer.due > step]
-        failed = [transfer for transfer in ended if transfer.invalid]
-        report = KvReport(
-            finished_sending=[t.request_id for t in ended if t.is_send],
-            finished_recving=[t.request_id for t in ended if not (t.is_send or t.is_sync)],
-            invalid_block_ids=[block for t in failed for block in t.invalid],
-        )
-        return report, [t.request_id for t in failed]
 
 
 class Replay:
@@ -512,68 +328,3 @@ class Replay:
         if self.config["trace_block_ids"]:
             entry["block_ids"] = list(blocks)
         return entry
-
-
-# ---------------------------------------------------------------- comparing
-
-
-def first_difference(ours: Json, recorded: Json) -> str | None:
-    """Where two traces differ first, in words, or None."""
-    for mine, theirs in zip(ours["steps"], recorded["steps"], strict=False):
-        for key in sorted(mine.keys() | theirs.keys()):
-            if not _same(key, mine.get(key), theirs.get(key)):
-                return (
-                    f"step {theirs['step']}, {key}: ours {mine.get(key)}, "
-                    f"recorded {theirs.get(key)}"
-                )
-    for key in ("num_steps", "stuck", "finish_order", "outputs", "summary", "config"):
-        if ours[key] != recorded[key]:
-            return f"{key}: ours {ours[key]}, recorded {recorded[key]}"
-    if len(ours["steps"]) != len(recorded["steps"]):
-        return f"{len(ours['steps'])} steps, recorded {len(recorded['steps'])}"
-    return None
-
-
-def _same(key: str, mine: Any, theirs: Any) -> bool:
-    if key == "sched" and mine and theirs and list(mine) != list(theirs):
-        return False  # order matters
-    return bool(mine == theirs)
-
-
-def load_directory(path: Path) -> Iterator[tuple[str, Json]]:
-    """Name and content of every .json or .json.xz file, or of those in a .tar.xz archive."""
-    if path.is_file():
-        with tarfile.open(path) as archive:
-            for member in sorted(archive.getnames()):
-                file = archive.extractfile(member)
-                if file is not None and member.endswith(".json"):
-                    yield Path(member).stem, json.load(file)
-        return
-    for file_path in sorted(path.glob("*.json*")):
-        data = file_path.read_bytes()
-        name = file_path.name.removesuffix(".xz").removesuffix(".json")
-        yield name, json.loads(lzma.decompress(data) if file_path.suffix == ".xz" else data)
-
-
-def main(workloads: Path, traces: Path) -> int:
-    recorded = dict(load_directory(traces))
-    equal, different = 0, []
-    for name, workload in load_directory(workloads):
-        if name not in recorded:
-            different.append(f"{name}: no trace")
-            continue
-        difference = first_difference(Replay(workload).run(), recorded[name])
-        if difference is None:
-            equal += 1
-        else:
-            different.append(f"{name}: {difference}")
-    print(f"{equal} of {equal + len(different)} equal")
-    for line in different:
-        print(line)
-    return 1 if different else 0
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
