@@ -68,6 +68,16 @@ class Replay:
         self._batches: deque[tuple[int, Step]] = deque()
         self._arrivals = sorted(self._specs.values(), key=lambda spec: spec.get("arrival_step", 0))
         self._resets = {entry["step"]: entry for entry in workload.get("reset_prefix_cache", ())}
+        self._names = [str(block) for block in range(self.config["num_gpu_blocks"])]
+        self._with_grammar = [
+            (handle, spec["grammar_ready_step"])
+            for handle, spec in enumerate(self._specs.values())
+            if "grammar_ready_step" in spec
+        ]
+        self._aborts: dict[tuple[int, bool], list[int]] = {}
+        for handle, spec in enumerate(self._specs.values()):
+            key = (spec.get("abort_step"), bool(spec.get("abort_mid")))
+            self._aborts.setdefault(key, []).append(handle)
         self.tokens: dict[str, list[int]] = {request_id: [] for request_id in self._ids}
         self._reasons: dict[str, str] = {}
         self._preemptions = dict.fromkeys(self._ids, 0)
@@ -124,8 +134,8 @@ class Replay:
         if added:
             record["added"] = added
         self._abort(step, record, mid=False)
-        for handle, spec in enumerate(self._specs.values()):
-            if spec.get("grammar_ready_step", step + 1) <= step:
+        for handle, ready_step in self._with_grammar:
+            if ready_step <= step:
                 self.core.grammar_ready(handle)
         if (reset := self._resets.get(step)) is not None:
             self._reset(reset, record)
@@ -153,13 +163,8 @@ class Replay:
         return str(request_id)
 
     def _abort(self, step: int, record: Json, *, mid: bool) -> None:
-        handles = [
-            handle
-            for handle, spec in enumerate(self._specs.values())
-            if spec.get("abort_step") == step
-            and bool(spec.get("abort_mid")) == mid
-            and handle in self._state.by_handle
-        ]
+        due = self._aborts.get((step, mid), ())
+        handles = [handle for handle in due if handle in self._state.by_handle]
         if handles:
             record["aborted"] = record.get("aborted", []) + [self._ids[h] for h in handles]
             self.core.abort(handles)
@@ -275,7 +280,8 @@ class Replay:
         record: Json = {key: pool.num_free}
         wanted = self.config["trace_free_crc"]
         if wanted or (wanted is None and pool.num_blocks <= 4096):
-            record["free_crc"] = zlib.crc32(",".join(map(str, pool.free_blocks())).encode())
+            free = map(self._names.__getitem__, pool.free_blocks())
+            record["free_crc"] = zlib.crc32(",".join(free).encode())
         return record
 
     def _note_schedule(self, step: Step, flushed: list[str], record: Json) -> None:

@@ -40,7 +40,7 @@ def test_decisions_equal_recorded(name, traces):
     # The rules are checked too, where that is quick and vLLM keeps them (it does not when drafts
     # are in flight at a forced reset, or when failed loads are shared).
     workload = WORKLOADS[name]
-    small = len(workload["requests"]) < 20 and workload["config"]["max_model_len"] < 2000
+    small = len(workload["requests"]) <= 8 and workload["config"]["max_model_len"] < 2000
     check = small and not workload["note"].startswith("random:")
     trace = Replay(workload, check=check).run()
     assert first_difference(trace, traces[name]) is None
