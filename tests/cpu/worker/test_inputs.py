@@ -145,3 +145,28 @@ def test_a_plan_that_contradicts_the_seats_is_named(wrong: StepPlan, text: str):
 def apply_and_build(seats: SeatTable, step: StepPlan) -> None:
     seats.apply(step)
     seats.step_inputs(step)
+
+
+def test_rows_start_at_our_own_count_when_drafts_were_rejected_meanwhile():
+    """The drawing at the top of `inputs`, with its numbers."""
+    seats = table()
+    seats.apply(plan(new=[new(0, [*range(100, 110), 1], [1, 2, 3, 4, 5])]))
+    seats.put_drafts(ints(0), ints(3), ints(2, 3, 4))
+    step = plan([(0, 10, 4, True)], num_drafts=ints(3))
+    assert seats.step_inputs(step, ints(3)).token_ids.tolist() == [1, 2, 3, 4]
+    seats.append(ints(0), ints(2), ints(2, 5))
+
+    seats.put_drafts(ints(0), ints(3), ints(6, 7, 8))
+    inputs = seats.step_inputs(plan([(0, 14, 4, True)], num_drafts=ints(3)), ints(3))
+    assert inputs.positions.tolist() == [12, 13, 14, 15]
+    assert inputs.token_ids.tolist() == [5, 6, 7, 8]
+    seats.append(ints(0), ints(4), ints(6, 7, 8, 9))
+
+    seats.put_drafts(ints(0), ints(1), ints(10))
+    step = plan([(0, 16, 4, True)], num_drafts=ints(3))
+    inputs = seats.step_inputs(step, ints(1))
+    assert inputs.positions.tolist() == [16, 17]  # two of the planned drafts do not exist
+    assert inputs.token_ids.tolist() == [9, 10]
+    seats.append(ints(0), ints(1), ints(11))
+    with pytest.raises(PlanError, match="leaves a gap of tokens"):
+        seats.step_inputs(plan([(0, 21, 1, True)]))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from twostroke.messages import NO_TOKENS, NewRequest, SamplingParams
-from twostroke.worker.sampler import Sampled, Sampler
+from twostroke.worker.sampler import NO_DRAFT, Sampled, Sampler
 
 VOCAB = 32
 SEATS = 6
@@ -237,3 +237,25 @@ def check_logprobs(result: Sampled, expected: torch.Tensor, num_top: dict[int, i
         assert entry.logprobs == pytest.approx(
             [float(expected[row, i]) for i in entry.token_ids], abs=1e-5
         )
+
+
+def test_a_row_is_kept_while_the_drafts_before_it_are_what_was_sampled():
+    sampler = make_sampler()
+    for slot in range(4):
+        seat(sampler, slot)
+    logits = logits_of(10, 3)
+    best = logits.argmax(-1).tolist()
+    wrong = [(token + 1) % VOCAB for token in best]
+    logits[9] = torch.nan  # behind a draft that is refused: nobody's trouble
+    seats = [2, 2, 2, 0, 1, 1, 1, 1, 3, 3]
+    drafts = [best[0], best[1], NO_DRAFT, NO_DRAFT, best[4], wrong[5], best[6], NO_DRAFT]
+    drafts += [wrong[8], NO_DRAFT]
+    result = sampler.sample(
+        logits,
+        np.array(seats, np.int32),
+        np.array([3, 4, 5, 3, 3, 4, 5, 6, 3, 4], np.int32),
+        np.array(drafts, np.int32),
+    )
+    assert result.token_ids.tolist() == [*best[:9], 0]
+    assert result.kept.tolist() == [True] * 6 + [False, False, True, False]
+    assert result.sound.tolist() == [True] * 9 + [False]
