@@ -21,6 +21,8 @@ from typing import Any, Literal
 from twostroke.errors import ConfigError
 
 Policy = Literal["fcfs", "priority"]
+Admission = Literal["head", "loads", "backfill"]
+Preemption = Literal["last", "least_lost"]
 ENV_PREFIX = "TWOSTROKE_"
 MAX_SPECULATIVE_TOKENS = 128  # vLLM's bound
 
@@ -50,9 +52,9 @@ class SchedulerConfig:
     sliding_window: int | None = None
     kv_load_failure_policy: Literal["recompute", "fail"] = "fail"
     # Better rules than vLLM's, off by default; `core.policy` explains them.
-    admission: Literal["head", "loads", "backfill"] = "head"
+    admission: Admission = "head"
     max_backfills: int = 64
-    preemption: Literal["last", "least_lost"] = "last"
+    preemption: Preemption = "last"
     reserve_output_tokens: int = 0
 
 
@@ -102,6 +104,18 @@ class EngineConfig:
     scheduling_policy: Policy = _setting("fcfs", "order of requests")
     async_scheduling: bool = _setting(True, "plan step N+1 while the device runs step N")
     scheduler_reserve_full_isl: bool = _setting(True, "admit only if the whole prompt fits")
+    admission: Admission = _setting(
+        "head", "who may pass a request that lacks memory: nobody, finished loads, anybody who fits"
+    )
+    max_backfills: int = _setting(
+        64, "requests that may pass one with --admission backfill", minimum=0
+    )
+    preemption: Preemption = _setting(
+        "last", "who loses its blocks: the newest, or who has least work to lose"
+    )
+    reserve_output_tokens: int = _setting(
+        0, "output tokens of each request that admission leaves room for", minimum=0
+    )
     check: bool = _setting(False, "verify the engine's own rules at every step (slow)")
     # speculative decoding
     speculative_method: Literal["none", "ngram", "draft_model"] = _setting(

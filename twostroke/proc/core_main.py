@@ -247,6 +247,10 @@ def scheduler_config(config: EngineConfig, ready: EngineReady) -> SchedulerConfi
         spec_method="ngram" if method == "none" else method,
         async_scheduling=config.async_scheduling,
         reserve_full_isl=config.scheduler_reserve_full_isl,
+        admission=config.admission,
+        max_backfills=config.max_backfills,
+        preemption=config.preemption,
+        reserve_output_tokens=config.reserve_output_tokens,
     )
 
 
