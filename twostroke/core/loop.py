@@ -222,9 +222,7 @@ class EngineCore:
         plan.new = [_new_request(admission.request) for admission in step.admitted]
         if len(step.slots):
             first = self.state.request_at(int(self.state.running[0]))
-            plan.num_common_blocks = self.state.kv.num_common_blocks(
-                first.table, self.state.num_block_owners
-            )
+            plan.num_common_blocks = self.state.kv.num_common_blocks(first.table)
         if self.state.connector is not None:
             plan.kv_metadata = self.state.connector.build_connector_meta()
         return plan

@@ -220,18 +220,19 @@ class Results:
         state = self._state
         assert state.connector is not None, "a transfer was reported, but nobody asked for any"
         state.connector.update_connector_output(report)
-        by_id = {request.request_id: request for request in state.queues.skipped()}
-        held = {request.request_id: request for request in state.held.values()}
         for request_id in [*report.finished_recving, *report.failed_recving]:
-            request = by_id.get(request_id)
-            if request is not None and request.status is Status.WAITING_FOR_REMOTE_KVS:
+            request = state.by_request_id.get(request_id)
+            if request is None:
+                continue
+            if request.status is Status.WAITING_FOR_REMOTE_KVS:
                 request.load_reported = True
                 state.queues.wake(request)
-            elif request_id in held:
-                state.release_held(held[request_id])
+            elif request.uid in state.held:
+                state.release_held(request)
         for request_id in report.finished_sending:
-            if request_id in held:
-                state.release_held(held[request_id])
+            request = state.by_request_id.get(request_id)
+            if request is not None and request.uid in state.held:
+                state.release_held(request)
 
 
 def handles_of(step: Step, outcome: Outcome) -> tuple[Int64s, Int32s]:

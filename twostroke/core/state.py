@@ -60,6 +60,7 @@ class EngineState:
         self.requests: dict[int, Request] = {}  # unfinished, by uid
         self.by_handle: dict[int, Request] = {}  # unfinished
         self.held: dict[int, Request] = {}  # finished, blocks still part of a transfer; by uid
+        self.by_request_id: dict[str, Request] = {}  # both, for connectors
         self.finished_ids: list[str] = []  # since the last plan
         self.num_preemptions = 0
         self.num_prefix_queries = 0
@@ -76,11 +77,6 @@ class EngineState:
         """Requests that are unfinished or hold blocks, or departures that no plan has told yet."""
         return bool(self.requests or self.held or self.finished_ids or self._freed_slots)
 
-    @property
-    def num_block_owners(self) -> int:
-        """Requests that hold blocks, running or not."""
-        return self.num_running + len(self.held) + self.queues.num_holding_blocks
-
     def request_at(self, slot: int) -> Request:
         request = self.seats.request_of[slot]
         assert request is not None
@@ -93,6 +89,7 @@ class EngineState:
         self.by_handle[request.handle] = request
         self.queues.add(request)
         if self.connector is not None:
+            self.by_request_id[request.request_id] = request
             self.connector.on_new_request(request)
 
     def vacate(self, request: Request) -> None:
@@ -192,11 +189,13 @@ class EngineState:
         if keep:
             self.held[request.uid] = request
         else:
+            self.by_request_id.pop(request.request_id, None)
             self.kv.free(request.table)
 
     def release_held(self, request: Request) -> None:
         """The transfer that kept a finished request's blocks is over."""
         del self.held[request.uid]
+        self.by_request_id.pop(request.request_id, None)
         self.kv.free(request.table)
 
     def check_integrity(self) -> None:

@@ -68,6 +68,7 @@ class KvManager:
         self.caching = config.enable_prefix_caching
         self.hasher = PrefixHasher(config.block_size, secret=secret)
         self.num_lookups = 0
+        self.num_owners = 0  # tables that hold blocks
         self._map = PrefixMap(config.num_blocks)
         self._max_model_len = config.max_model_len
         self._window = config.sliding_window
@@ -273,9 +274,10 @@ class KvManager:
         slots = min(capped + num_new + lookahead, self._max_model_len)
         if self._need(table, self.blocks_for(slots), hits, present) > self.pool.num_free:
             return False
+        self._memos.pop(table, None)
+        self.num_owners += not table.blocks
         if table.num_registered is None and (hits or num_external > 0):
             self._place_hits(table, hits, present, num_external)
-        self._memos.pop(table, None)
         missing = self.blocks_for(slots) - len(table.blocks)
         if missing > 0:
             self._take(table, missing)
@@ -350,27 +352,32 @@ class KvManager:
     def free(self, table: BlockTable) -> None:
         """Release all blocks, last first, so that a prefix outlives what follows it."""
         self.pool.release(reversed(table.blocks))
+        self.num_owners -= bool(table.blocks)
         table.blocks = []
         table.num_registered = None
         self._memos.pop(table, None)
 
     # ------------------------------------------------------------ checks
 
-    def num_common_blocks(self, table: BlockTable, num_owners: int) -> int:
-        """Leading blocks of `table` that all of `num_owners` requests share."""
+    def num_common_blocks(self, table: BlockTable) -> int:
+        """Leading blocks of `table` that all requests with blocks share."""
         if self._window is not None or not self.caching:
             return 0
         references = self.pool.references
         for index, block in enumerate(table.blocks):
-            if references[block] != num_owners:
+            if references[block] != self.num_owners:
                 return index
         return len(table.blocks)
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """Recount everything from the tables of all requests; IntegrityError on a difference."""
         held: Counter[int] = Counter()
+        owners = 0
         for table in tables:
+            owners += bool(table.blocks)
             held.update(block for block in table.blocks if block != NULL_BLOCK)
+        if owners != self.num_owners:
+            raise IntegrityError(f"{owners} tables hold blocks; counted {self.num_owners}")
         pool = self.pool
         for block, references in enumerate(pool.references):
             if references != held[block]:

@@ -100,6 +100,7 @@ def test_a_load_runs_once_it_is_reported():
     assert len(plan.slots) == 0
     assert engine.core.stats().num_loading == 1
     report(engine, finished_recving=["r0", "unknown"])
+    report(engine, finished_recving=["r0"])  # late: it runs already
     engine.run()
     assert engine.cached[0] == 11
     assert engine.tokens[0] == expected_tokens(0, 12, 2)

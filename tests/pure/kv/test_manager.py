@@ -65,7 +65,7 @@ def test_caching_off():
     assert allocate(kv, table, 12)
     assert kv.lookup(new_table(kv), 12) == []
     assert table.num_registered is None
-    assert kv.num_common_blocks(table, 1) == 0
+    assert kv.num_common_blocks(table) == 0
 
 
 def test_the_whole_sequence_must_fit():
@@ -197,9 +197,10 @@ def test_common_blocks():
     tables = [new_table(kv, np.r_[TOKENS[:8], TOKENS[40 + 4 * i : 44 + 4 * i]]) for i in range(3)]
     for table in tables:
         allocate(kv, table, 12, hits=kv.lookup(table, 12))
-    assert kv.num_common_blocks(tables[0], 3) == 2
-    assert kv.num_common_blocks(tables[0], 4) == 0
-    assert kv.num_common_blocks(BlockTable(tables[0].sums), 3) == 0
+    assert kv.num_common_blocks(tables[0]) == 2
+    allocate(kv, new_table(kv, domain="x"), 4)
+    assert kv.num_common_blocks(tables[0]) == 0
+    assert kv.num_common_blocks(BlockTable(tables[0].sums)) == 0
 
 
 def test_a_pool_of_nothing():
@@ -219,7 +220,7 @@ def test_blocks_outside_the_window_are_released():
     # Token 16 sees 11 to 15: blocks 0 and 1 are out.
     assert table.blocks == [0, 0, held[2], held[3], 5]
     assert kv.window_boundary(table) == 17
-    assert kv.num_common_blocks(table, 1) == 0
+    assert kv.num_common_blocks(table) == 0
     kv.release_unseen(table, 20)
     assert table.blocks[:3] == [0, 0, 0]
     kv.check_integrity([table])
@@ -298,6 +299,7 @@ def broken(change):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (lambda kv, table: setattr(kv, "num_owners", 2), "1 tables hold blocks; counted 2"),
         (lambda kv, table: table.blocks.pop(), "has 1 references; 0 tables"),
         (lambda kv, table: table.blocks.append(1), "has 1 references; 2 tables"),
         (lambda kv, table: setattr(kv.pool, "num_free", 3), "free list has 8 blocks; counted 3"),
