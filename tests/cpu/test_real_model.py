@@ -11,24 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cpu.reference import reference_smollm2
 from twostroke import LLM, SamplingParams
-from twostroke.download import fetch_default_model
-from twostroke.errors import ModelError
 
 NUM_TOKENS = 64
 
 
 @pytest.fixture(scope="module")
-def gguf_path() -> Path:
-    try:
-        return fetch_default_model(offline=False)
-    except ModelError as error:
-        pytest.skip(f"the default model cannot be had: {error}")
-
-
-@pytest.fixture(scope="module")
-def llm(gguf_path: Path) -> Iterator[LLM]:
-    with LLM(str(gguf_path), dtype="float32", max_model_len=1024, max_num_seqs=24) as llm:
+def llm(smollm2_path: Path) -> Iterator[LLM]:
+    with LLM(str(smollm2_path), dtype="float32", max_model_len=1024, max_num_seqs=24) as llm:
         yield llm
 
 
@@ -40,16 +31,12 @@ def prompts() -> list[str]:
     return [*texts[:18], "def fibonacci(n):\n", "早上好"]
 
 
-def test_greedy_tokens_equal_those_of_transformers(llm: LLM, gguf_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
+def test_greedy_tokens_equal_those_of_transformers(llm: LLM, smollm2_path: Path) -> None:
     texts = prompts()
     assert len(texts) == 20
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
     ours = llm.generate(texts, params, use_tqdm=False)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.float32
-    ).eval()
+    model = reference_smollm2(smollm2_path)
     for text, result in zip(texts, ours, strict=True):
         prompt = torch.tensor([list(result.prompt_token_ids)])
         # One forward pass over prompt + our tokens gives the reference's choice at each of them.

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from tests.cpu.model.causal import load, logits, random_tokens
+from tests.cpu.reference import reference_smollm2
 from twostroke.checkpoint import open_checkpoint
-from twostroke.download import fetch_default_model
 from twostroke.errors import ModelError
-from twostroke.gguf_header import GGML_TYPES, read_gguf
+from twostroke.gguf_header import GGML_TYPES
 from twostroke.model.dequantise import dequantise
 from twostroke.model.gguf import GgufSource
 from twostroke.shape import ModelShape
@@ -172,47 +172,9 @@ def test_missing_left_over_and_misshapen_tensors_are_named(tmp_path: Path) -> No
         load(path)
 
 
-def test_the_real_model_has_the_logits_of_transformers() -> None:
-    """SmolLM2's published configuration, its file's weights by the gguf package, q and k put back
-    in order by the inverse of the converter's formula."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    try:
-        path = fetch_default_model(offline=False)
-    except ModelError as error:
-        pytest.skip(f"the default model cannot be had: {error}")
-    reference = LlamaForCausalLM(LlamaConfig(**SMOLLM2)).eval()
-    file = read_gguf(path)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, SMOLLM2["num_hidden_layers"])
-    weights = {}
-    for name in reference.state_dict():
-        info = file.tensors.get(names.get_name(name, try_suffixes=(".weight",)))
-        if info is None:
-            assert name == "lm_head.weight"  # tied
-            continue
-        stored = file.bytes_of(info).reshape(info.shape[0], -1)
-        values = dequantize(stored, Quant[info.kind.name]).reshape(info.shape)
-        if "q_proj" in name or "k_proj" in name:
-            values = values.reshape(-1, 32, 2, 576).swapaxes(1, 2).reshape(info.shape)
-        weights[name] = torch.from_numpy(values)
-    reference.load_state_dict(weights, strict=False)
-    reference.tie_weights()
+def test_the_real_model_has_the_logits_of_transformers(smollm2_path: Path) -> None:
     token_ids = random_tokens(100, 49152)
     with torch.inference_mode():
-        expected = reference(token_ids[None]).logits[0]
+        expected = reference_smollm2(smollm2_path)(token_ids[None]).logits[0]
     # Logits reach 40 here: float32 keeps 7 digits.
-    torch.testing.assert_close(logits(load(path), token_ids), expected, atol=3e-4, rtol=0)
-
-
-SMOLLM2: dict[str, Any] = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "max_position_embeddings": 8192,
-    "num_attention_heads": 9,
-    "num_hidden_layers": 30,
-    "num_key_value_heads": 3,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000,
-    "tie_word_embeddings": True,
-    "vocab_size": 49152,
-}
+    torch.testing.assert_close(logits(load(smollm2_path), token_ids), expected, atol=3e-4, rtol=0)
