@@ -25,7 +25,7 @@ class EngineChannel(Protocol):
     """The API process's end of the line to one engine."""
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message; never blocks."""
+        """Queue a message; never blocks. EngineDeadError before the engine has connected."""
         ...
 
     async def receive(self) -> FromEngine:
@@ -58,8 +58,12 @@ class ZmqEngineChannel:
         self._decoder = decoder_for(FromEngine)
 
     def send(self, message: ToEngine) -> None:
-        if not self._to_engine.closed:
+        if self._to_engine.closed:
+            return
+        try:
             self._to_engine.send(encode(message), zmq.DONTWAIT)
+        except zmq.Again:  # the queue has no bound, so this means that nobody is there
+            raise EngineDeadError("the engine is not connected") from None
 
     async def receive(self) -> FromEngine:
         message: FromEngine = self._decoder.decode(await self._from_engine.recv())
@@ -102,7 +106,8 @@ class CoreSockets:
         """Block for the next message, undecoded; None once the sockets are closing."""
         try:
             return self._input.recv()
-        except (zmq.ContextTerminated, zmq.ZMQError):
+        except zmq.ContextTerminated:
+            self._input.close()
             return None
 
     def decode(self, data: bytes) -> ToEngine:

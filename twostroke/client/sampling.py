@@ -29,7 +29,8 @@ def validate(params: SamplingParams, *, vocab_size: int, max_logprobs: int = 20)
     _number("min_p", params.min_p, 0, 1)
     _number("presence_penalty", params.presence_penalty, -2, 2)
     _number("frequency_penalty", params.frequency_penalty, -2, 2)
-    _number("repetition_penalty", params.repetition_penalty, 0, math.inf, above=True)
+    # vLLM has no bound above; beyond these float32 logits overflow, and no token could be drawn.
+    _number("repetition_penalty", params.repetition_penalty, 1e-3, 1e3)
     if params.seed is not None:
         _integer("seed", params.seed, -_INT64, _INT64 - 1)
     if params.max_tokens is not None:

@@ -3,11 +3,13 @@
 run()  ▶ engine client starts its output task
        ▶ uvicorn serves at once (/v1/models and /health answer while the model loads)
        ▶ SIGINT or SIGTERM: stop accepting, let running requests end, stop the engine, exit 0
+         again, or time is up: what still runs ends with an error
        ▶ engine dead: waiting clients get an error, /health says 503, exit 1
 """
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 import time
@@ -33,13 +35,34 @@ from twostroke.proc.launch import EngineProcess
 
 logger = logging.getLogger("twostroke")
 
+# What clients get, after the requests were ended, to read the error and hang up.
+CLOSING_S = 2
 # After the engine's death the server still answers this long, so that health checks and waiting
 # clients learn the reason and do not just meet a refused connection.
 DEAD_LINGER_S = 3.0
 
 
 class Server(uvicorn.Server):
-    """uvicorn, except that a signal is an orderly end (exit 0) and is not raised again."""
+    """uvicorn, except that a signal is an orderly end (exit 0) and is not raised again.
+
+    Requests that still run `drain_s` seconds after the signal, or when it comes again, end with an
+    error that their clients can read.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_s: float) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._drain_s = drain_s
+        self._ending: asyncio.Task[None] | None = None
+
+    @property
+    def stopped_engine(self) -> bool:
+        """Whether we ended the engine's requests, so that its end is no failure."""
+        return self._ending is not None
+
+    def _end_requests(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._engine.close())
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -52,14 +75,16 @@ class Server(uvicorn.Server):
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)  # what is left takes a moment, and cleans up
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if self.should_exit:
-            logger.warning("%s again: stopping now", number.name)
-            self.force_exit = True
-        else:
+        if not self.should_exit:
             logger.info("%s: draining; once more stops at once", number.name)
             self.should_exit = True
+            asyncio.get_running_loop().call_later(self._drain_s, self._end_requests)
+        elif not self.stopped_engine:
+            logger.warning("%s again: stopping now", number.name)
+            self._end_requests()
 
 
 def run(
@@ -100,13 +125,16 @@ async def _run(
             create_app(state),
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
-        )
+            lifespan="off",  # there are no such handlers, and uvicorn is loud about a forced end
+            timeout_graceful_shutdown=math.ceil(config.shutdown_timeout_s) + CLOSING_S,
+        ),
+        engine,
+        config.shutdown_timeout_s,
     )
     watch = asyncio.create_task(_watch(engine, server, process, checkpoint, listener, bars))
     await server.serve(sockets=[listener])
     watch.cancel()
-    died = engine.dead is not None
+    died = engine.dead is not None and not server.stopped_engine
     await engine.close()
     return 1 if died else 0
 
@@ -183,6 +211,8 @@ async def _watch(
     ]
     print(startup_block(rows), flush=True)
     await died.wait()
+    if server.should_exit:
+        return
     logger.error("the engine is gone; this server ends in %.0f s", DEAD_LINGER_S)
     await asyncio.sleep(DEAD_LINGER_S)
     server.should_exit = True

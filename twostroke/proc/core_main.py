@@ -20,10 +20,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from twostroke import log
 from twostroke.checkpoint import open_checkpoint
@@ -33,11 +35,15 @@ from twostroke.core.executor import Executor
 from twostroke.core.loop import EngineCore
 from twostroke.errors import ConfigError, TwostrokeError
 from twostroke.messages import (
+    NO_TOKENS,
     AbortRequests,
     AddRequest,
     EngineDead,
+    EngineOutputs,
     EngineProgress,
     EngineReady,
+    Finished,
+    FinishReason,
     FromEngine,
     Shutdown,
     StepPlan,
@@ -69,7 +75,13 @@ class CoreProcess:
         self.sockets = CoreSockets(Path(launch.directory), launch.engine)
         self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self.outbox: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
-        self.output_thread = threading.Thread(target=self._send_outputs, name="output", daemon=True)
+        self.input_thread = threading.Thread(
+            target=_or_end, args=(self._receive_inputs,), name="input", daemon=True
+        )
+        self.output_thread = threading.Thread(
+            target=_or_end, args=(self._send_outputs,), name="output", daemon=True
+        )
+        self.loading = True
         self.tracer: Tracer | None = None
         if self.config.trace:
             self.tracer = Tracer(Path(self.config.trace), f"engine core {launch.engine}")
@@ -82,6 +94,7 @@ class CoreProcess:
     def run(self) -> int:
         """Load, serve until told to stop, clean up. Returns the exit code."""
         self.output_thread.start()
+        self.input_thread.start()
         executor: Executor | None = None
         try:
             executor, ready = start_executor(self.launch, self._report_progress)
@@ -89,8 +102,8 @@ class CoreProcess:
                 scheduler_config(self.config, ready), WallClock(), check=self.config.check
             )
             self.executor = executor
+            self.loading = False
             self.outbox.put(ready)
-            threading.Thread(target=self._receive_inputs, name="input", daemon=True).start()
             # Start-up objects live for ever: keep the collector from walking them.
             gc.collect()
             gc.freeze()
@@ -215,11 +228,30 @@ class CoreProcess:
         while (data := self.sockets.receive_bytes()) is not None:
             start_s = time.monotonic()
             try:
-                self.inbox.put(self.sockets.decode(data))
-            except msgspec.DecodeError as error:
-                logger.error("dropped a message of %d bytes: %s", len(data), error)
+                message = self.sockets.decode(data)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                self._refuse(data, error)
+                continue
+            if isinstance(message, Shutdown) and self.loading:
+                os._exit(0)  # nobody waits for anything but this, and loading may take minutes
+            self.inbox.put(message)
             if self.tracer:
                 self.tracer.span("input", "decode", start_s, time.monotonic(), bytes=len(data))
+
+    def _refuse(self, data: bytes, error: Exception) -> None:
+        """End a request that cannot be read, if its handle can: its client waits for an answer."""
+        logger.error("cannot read a message of %d bytes: %s", len(data), error)
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, TypeError):
+            handle = msgspec.msgpack.decode(data, type=_Handle).handle
+            problem = f"the engine cannot read this request: {error}"
+            self.outbox.put(
+                EngineOutputs(
+                    handles=np.empty(0, np.int64),
+                    num_tokens=NO_TOKENS,
+                    token_ids=NO_TOKENS,
+                    finished=[Finished(handle, FinishReason.ERROR, error=problem)],
+                )
+            )
 
     def _send_outputs(self) -> None:
         while (message := self.outbox.get()) is not None:
@@ -228,6 +260,21 @@ class CoreProcess:
             if self.tracer:
                 self.tracer.span("output", "encode + send", start_s, time.monotonic())
         self.sockets.close_output()
+
+
+class _Handle(msgspec.Struct):
+    """The one field of an AddRequest that an answer needs."""
+
+    handle: int
+
+
+def _or_end(run: Callable[[], None]) -> None:
+    """Run a thread's work; if it fails, end the process: without this thread nobody is served."""
+    try:
+        run()
+    except BaseException:
+        logger.exception("the %s thread failed", threading.current_thread().name)
+        os._exit(1)
 
 
 def scheduler_config(config: EngineConfig, ready: EngineReady) -> SchedulerConfig:
@@ -283,8 +330,10 @@ def _watch_parent(directory: str) -> None:
 def main() -> None:
     """Entry point of `python -m twostroke.proc.core_main`."""
     faulthandler.enable()
-    # Ctrl-C reaches the whole process group; the API process decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the whole process group, and so does the SIGTERM of systemd and `timeout`. The
+    # API process decides what they mean; when it goes without a word, `_watch_parent` ends us.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=CoreLaunch)
     threading.Thread(target=_watch_parent, args=(launch.directory,), daemon=True).start()
     log.setup(launch.config.log_level)

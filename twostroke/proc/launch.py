@@ -25,7 +25,7 @@ from twostroke import checkpoint as checkpoints
 from twostroke import log, trace
 from twostroke.checkpoint import Checkpoint
 from twostroke.config import EngineConfig, Explained
-from twostroke.errors import ConfigError
+from twostroke.errors import ConfigError, EngineDeadError
 from twostroke.messages import Shutdown
 from twostroke.proc.bars import StageBars
 from twostroke.transport import ZmqEngineChannel
@@ -90,9 +90,11 @@ class EngineProcess:
         """
         self._stopping = True
         if self.process.poll() is None:
-            self.channel.send(Shutdown(drain_s))
             try:
+                self.channel.send(Shutdown(drain_s))
                 self.process.wait(drain_s + EXIT_GRACE_S)
+            except EngineDeadError:  # it has not come up far enough to be told
+                self.process.kill()
             except subprocess.TimeoutExpired:
                 logger.warning("the engine core did not stop in time; killing it")
                 self.process.kill()

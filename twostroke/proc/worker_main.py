@@ -72,8 +72,9 @@ def _watch_parent() -> None:
 def main() -> None:
     """Entry point of `python -m twostroke.proc.worker_main PLANS RESULTS`, both `ShmRing.spec`."""
     faulthandler.enable()
-    # Ctrl-C reaches the whole process group; the API process decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # These reach the whole process group; the API process decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerLaunch)
     threading.Thread(target=_watch_parent, daemon=True).start()
     log.setup(launch.config.log_level)

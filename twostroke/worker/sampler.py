@@ -31,6 +31,8 @@ from twostroke.worker.logprobs import token_logprobs
 from twostroke.worker.sampler_draw import UInt64s, draw, uniforms
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy, as in vLLM
+# Above this every token is equally likely; float32 has no number for 1e39, and -inf / inf is none.
+HIGHEST_TEMPERATURE = 1e30
 NO_DRAFT = -1  # equals no token
 
 
@@ -72,8 +74,8 @@ class Sampler:
     def seat(self, new: NewRequest) -> None:
         """Take over a request's parameters, and its tokens so far if they are penalised."""
         params, seat = new.params, new.slot
-        self._temperature[seat] = params.temperature
-        self._top_k[seat] = params.top_k
+        self._temperature[seat] = min(params.temperature, HIGHEST_TEMPERATURE)
+        self._top_k[seat] = min(params.top_k, self._vocab_size)  # clients send 2**40 for all
         self._top_p[seat] = params.top_p
         self._min_p[seat] = params.min_p
         self._seeds[seat] = self._seed_of(new)

@@ -1,6 +1,7 @@
 """The processes as a whole: they start, serve, stop, and die as they should, and leave nothing."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -69,6 +70,36 @@ def test_a_signal_lets_running_requests_finish(tiny_dir: Path) -> None:
         assert "[DONE]" in line or tokens
         assert served.wait() == 0
     assert tokens > 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_signals_to_the_whole_group_end_requests_with_an_error(
+    tiny_dir: Path, tmp_path: Path, stream: bool
+) -> None:
+    """As Ctrl-C in a terminal, `timeout` and systemd send them; also again and again."""
+    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": stream}
+    answers = []
+    with serving(tiny_dir, *SMALL, TMPDIR=str(tmp_path)) as served:
+
+        def ask() -> None:
+            with served.client() as client:
+                answers.append(client.post("/v1/completions", json=body))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        with served.client() as client:
+            while not client.get("/slots").json():
+                assert asking.is_alive(), answers
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            os.killpg(served.process.pid, number)
+        asking.join(30)
+        assert served.wait() == 0
+    (answer,) = answers
+    assert answer.status_code == (200 if stream else 503)
+    assert "shut down" in answer.text.splitlines()[-2 if stream else 0]
+    assert "Traceback" not in served.output
+    assert "ERROR" not in served.output
+    assert leftovers(tmp_path) == []
 
 
 def test_the_core_is_killed(tiny_dir: Path) -> None:

@@ -1,9 +1,12 @@
 """The sampler over a batch of seats with different parameters."""
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 
+from twostroke.client.sampling import validate
 from twostroke.messages import NO_TOKENS, NewRequest, SamplingParams
 from twostroke.worker.sampler import NO_DRAFT, Sampled, Sampler
 
@@ -259,3 +262,53 @@ def test_a_row_is_kept_while_the_drafts_before_it_are_what_was_sampled():
     assert result.token_ids.tolist() == [*best[:9], 0]
     assert result.kept.tolist() == [True] * 6 + [False, False, True, False]
     assert result.sound.tolist() == [True] * 9 + [False]
+
+
+def extreme(low: float, high: float):
+    return st.one_of(st.floats(low, high), st.sampled_from([low, high]))
+
+
+@hypothesis.settings(deadline=None, max_examples=200)
+@hypothesis.given(
+    many=st.lists(
+        st.fixed_dictionaries(
+            {
+                "temperature": extreme(0.0, 1.7e308),
+                "top_k": st.one_of(st.integers(-1, VOCAB + 1), st.integers(0, 2**63 - 1)),
+                "top_p": extreme(5e-324, 1.0),
+                "min_p": extreme(0.0, 1.0),
+                "presence_penalty": extreme(-2.0, 2.0),
+                "frequency_penalty": extreme(-2.0, 2.0),
+                "repetition_penalty": extreme(1e-3, 1e3),
+                "seed": st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)),
+                "min_tokens": st.integers(0, 9),
+                "logprobs": st.one_of(st.none(), st.integers(0, 20)),
+                "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), extreme(-100.0, 100.0)),
+            }
+        ),
+        min_size=1,
+        max_size=SEATS,
+    ),
+    scale=st.sampled_from([0.0, 1.0, 50.0]),
+)
+def test_whatever_passes_validation_can_be_sampled(many: list[dict], scale: float) -> None:
+    """A request that the API lets through must not end the worker, nor fail for its parameters."""
+    sampler = make_sampler()
+    for slot, params in enumerate(many):
+        validate(SamplingParams(**params), vocab_size=VOCAB)
+        seat(sampler, slot, outputs=(4, 5), stop_token_ids=(7, VOCAB + 3), **params)
+    seats = list(range(len(many)))
+    result = sample(sampler, logits_of(len(many)) * scale, seats, [5] * len(many))
+    assert result.sound.all()
+    assert ((result.token_ids >= 0) & (result.token_ids < VOCAB)).all()
+    for slot, params in enumerate(many):
+        assert result.token_ids[slot] != 7 or params["min_tokens"] <= 2
+
+
+def test_a_top_k_beyond_any_vocabulary_is_off():
+    sampler = make_sampler()
+    seat(sampler, 0, temperature=1.0, seed=5, top_k=2**62)
+    seat(sampler, 1, temperature=1.0, seed=5)
+    row = logits_of(1)
+    result = sample(sampler, row.expand(2, -1).clone(), [0, 1], [3, 3])
+    assert result.token_ids[0] == result.token_ids[1]
