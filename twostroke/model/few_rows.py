@@ -34,13 +34,14 @@ _CHUNKS = (1024, 512)  # inputs that oneDNN has been seen to sum up before addin
 
 
 _ARGUMENTS = (
-    *("weight", "bias", "x", "x_row_bytes", "y", "y_row_bytes"),
+    *("weight", "bias", "x", "x_row_bytes", "y", "y_row_bytes", "wide"),
     *("rows", "pairs", "chunk", "blocks", "ticket"),
 )
 
 
 class _Arguments(ctypes.Structure):
-    """What the kernel is given: addresses and numbers. `ticket` must be 0."""
+    """What the kernel is given: addresses and numbers. `wide` is 1 where y is float32, and
+    `ticket` must be 0."""
 
     _fields_ = [(name, ctypes.c_int64) for name in _ARGUMENTS]
 
@@ -48,28 +49,32 @@ class _Arguments(ctypes.Structure):
 class FewRows:
     """y = x @ weight.T + bias for x [R, in] bfloat16, R <= MAX_ROWS. Not for concurrent use."""
 
-    __slots__ = ("_arguments", "_keep", "_kernel", "_out")
+    __slots__ = ("_arguments", "_keep", "_kernel", "out")
 
     def __init__(self, packed: Tensor, bias: Tensor | None, chunk: int) -> None:
         """`packed` is oneDNN's form of a weight [out, in]; see `few_rows` for the conditions."""
         self._kernel = _compiled()
         self._keep = (packed, bias)  # the kernel knows addresses only
-        self._out, width = packed.shape
+        self.out, width = packed.shape
         self._arguments = _Arguments(
             weight=torch.ops.mkldnn.data_ptr(packed),
             bias=0 if bias is None else bias.data_ptr(),
-            y_row_bytes=self._out * 2,
             pairs=width // 2,
             chunk=chunk // 2,
-            blocks=self._out // _OUTPUTS,
+            blocks=self.out // _OUTPUTS,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         """The last dimension of x must be contiguous."""
-        y = torch.empty((x.shape[0], self._out), dtype=torch.bfloat16)
+        return self.into(torch.empty((x.shape[0], self.out), dtype=torch.bfloat16), x)
+
+    def into(self, y: Tensor, x: Tensor) -> Tensor:
+        """The product is written to y [R, out], contiguous, bfloat16 or float32; returns y."""
         a = self._arguments
         a.x, a.x_row_bytes = x.data_ptr(), x.stride(0) * 2
-        a.y, a.rows, a.ticket = y.data_ptr(), x.shape[0], 0
+        a.y, a.y_row_bytes = y.data_ptr(), self.out * y.element_size()
+        a.wide = int(y.dtype == torch.float32)
+        a.rows, a.ticket = x.shape[0], 0
         threads = torch.get_num_threads()
         if threads == 1:
             self._kernel.run(ctypes.addressof(a))
@@ -174,7 +179,10 @@ declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
 """
 
-_TILE_ARGUMENTS = ("weight", "bias", "x", "x_row_bytes", "y", "y_row_bytes", "pairs", "chunk")
+_TILE_ARGUMENTS = (
+    *("weight", "bias", "x", "x_row_bytes"),
+    *("y", "y_row_bytes", "wide", "pairs", "chunk"),
+)
 
 
 def _tile(rows: int) -> str:
@@ -224,10 +232,19 @@ def _tile(rows: int) -> str:
             f"%bias_f{v} = fpext <16 x bfloat> %bias_b{v} to <16 x float>",
             *(line for r in range(rows) for line in _add(f"total{r}_{v}", f"bias_f{v}", "bias")),
         ]
-    lines += ["br label %store", "store:"]
-    for r in range(rows):
-        lines += _store(r)
-    return "\n".join([*lines, "ret void", "}"])
+    lines += [
+        "br label %store",
+        "store:",
+        "%is_wide = icmp ne i64 %wide, 0",
+        "br i1 %is_wide, label %store_wide, label %store_rounded",
+        "store_wide:",
+        *(line for r in range(rows) for line in _store(r, wide=True)),
+        "ret void",
+        "store_rounded:",
+        *(line for r in range(rows) for line in _store(r, wide=False)),
+        "ret void",
+    ]
+    return "\n".join([*lines, "}"])
 
 
 def _typed(names: tuple[str, ...]) -> str:
@@ -281,19 +298,26 @@ def _add(total: str, value: str, what: str) -> list[str]:
     ]
 
 
-def _store(row: int) -> list[str]:
+def _store(row: int, *, wide: bool) -> list[str]:
+    """Write a row's 64 results to y, as float32 or rounded to bfloat16."""
+    n = f"{'w' if wide else 'r'}{row}"
     lines = [
-        f"%y_row{row} = mul i64 %y_row_bytes, {row}",
-        f"%y_at{row} = add i64 %y, %y_row{row}",
-        f"%y_p{row} = inttoptr i64 %y_at{row} to ptr",
+        f"%y_row{n} = mul i64 %y_row_bytes, {row}",
+        f"%y_at{n} = add i64 %y, %y_row{n}",
+        f"%y_p{n} = inttoptr i64 %y_at{n} to ptr",
     ]
     for v in range(_VECTORS):
         lines += [
-            f"%result{row}_{v} = load <16 x float>, ptr %total{row}_{v}",
-            f"%rounded{row}_{v} = fptrunc <16 x float> %result{row}_{v} to <16 x bfloat>",
-            f"%y_p{row}_{v} = getelementptr i8, ptr %y_p{row}, i64 {32 * v}",
-            f"store <16 x bfloat> %rounded{row}_{v}, ptr %y_p{row}_{v}, align 2",
+            f"%result{n}_{v} = load <16 x float>, ptr %total{row}_{v}",
+            f"%y_p{n}_{v} = getelementptr i8, ptr %y_p{n}, i64 {(64 if wide else 32) * v}",
         ]
+        if wide:
+            lines.append(f"store <16 x float> %result{n}_{v}, ptr %y_p{n}_{v}, align 4")
+        else:
+            lines += [
+                f"%rounded{n}_{v} = fptrunc <16 x float> %result{n}_{v} to <16 x bfloat>",
+                f"store <16 x bfloat> %rounded{n}_{v}, ptr %y_p{n}_{v}, align 2",
+            ]
     return lines
 
 
@@ -308,7 +332,7 @@ def _main() -> str:
     cases = " ".join(f"i64 {n}, label %rows{n}" for n in tiles)
     arguments = (
         "i64 %block_weight, i64 %block_bias, i64 %tile_x, i64 %x_row_bytes, "
-        "i64 %tile_y, i64 %y_row_bytes, i64 %pairs, i64 %chunk"
+        "i64 %tile_y, i64 %y_row_bytes, i64 %wide, i64 %pairs, i64 %chunk"
     )
     calls = "\n".join(
         f"rows{n}:\ncall void @tile{n}({arguments})\nbr label %tile_done" for n in tiles
@@ -327,9 +351,11 @@ br i1 %is_block, label %start, label %done
 start:
 %weight_offset = mul i64 %block, %block_bytes
 %block_weight = add i64 %weight, %weight_offset
-%y_offset = shl i64 %block, 7
+%y_shift = add i64 %wide, 7
+%y_offset = shl i64 %block, %y_shift
 %block_y = add i64 %y, %y_offset
-%bias_at = add i64 %bias, %y_offset
+%bias_offset = shl i64 %block, 7
+%bias_at = add i64 %bias, %bias_offset
 %block_bias = select i1 %biased, i64 %bias_at, i64 0
 br label %tile
 tile:

@@ -54,6 +54,15 @@ class Linear:
             return _packed_linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
 
+    def in_float32(self, x: Tensor) -> Tensor:
+        """The product with its sums kept in float32 where the kernel can, else widened."""
+        if self._few_rows is None:
+            return self(x).float()
+        y = torch.empty((x.shape[0], self._few_rows.out), dtype=torch.float32)
+        for rows, part in zip(torch.split(x, MAX_ROWS), torch.split(y, MAX_ROWS), strict=True):
+            self._few_rows.into(part, rows)
+        return y
+
 
 def _pack(weight: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -81,7 +90,7 @@ def _can_pack(dtype: torch.dtype) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., N] over its root mean square, times weight [N]; computed in float32."""
+    """x [..., N] over its root mean square, times weight [N]; both of one type."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 

@@ -4,6 +4,10 @@
              h ───────────────────────────────────────────────────────┘              │
              h ──────────────────────────────────────────────────────────────────────┘
 
+h, the sum of what the layers add, is kept in float32: in bfloat16 every addition would round it to
+8 bits. So are the logits, whose steps in bfloat16 (0.125 for values over 16) make ties of tokens
+that are none. The matrix products run in the model's type.
+
 It knows nothing of requests, blocks or batches: the step's tokens come as one row of T, and an
 `Attention` looks after which may see which. Shape letters: see `layers`.
 """  # noqa: E501
@@ -23,11 +27,11 @@ from twostroke.shape import ModelShape
 class Layer:
     """Weights of one decoder layer."""
 
-    input_norm: Tensor  # [hidden]
+    input_norm: Tensor  # [hidden] float32
     qkv: Linear
     qk_norm: Tensor | None  # [H + K, D]: the norm of each q and k head (Qwen3)
     output: Linear
-    mlp_norm: Tensor  # [hidden]
+    mlp_norm: Tensor  # [hidden] float32
     mlp: Mlp | SparseMlp
 
 
@@ -63,19 +67,20 @@ class DecoderModel:
         rotated = shape.num_heads + shape.num_kv_heads
         heads = (-1, rotated + shape.num_kv_heads, shape.head_dim)
         rotations = self._rotary.rotations(positions)
-        h = F.embedding(token_ids, self._embedding)
+        dtype = self._embedding.dtype
+        h = F.embedding(token_ids, self._embedding).float()
         for i, layer in enumerate(self._layers):
-            qkv = layer.qkv(rms_norm(h, layer.input_norm, eps)).view(heads)
+            qkv = layer.qkv(rms_norm(h, layer.input_norm, eps).to(dtype)).view(heads)
             qk, v = qkv[:, :rotated], qkv[:, rotated:]
             if layer.qk_norm is not None:
                 qk = F.rms_norm(qk, (shape.head_dim,), None, eps) * layer.qk_norm
             qk = rotate(qk, rotations)
             attended = attention(i, qk[:, : shape.num_heads], qk[:, shape.num_heads :], v)
             h += layer.output(attended)
-            h += layer.mlp(rms_norm(h, layer.mlp_norm, eps))
-        return rms_norm(h, self._final_norm, eps)
+            h += layer.mlp(rms_norm(h, layer.mlp_norm, eps).to(dtype))
+        return rms_norm(h, self._final_norm, eps).to(dtype)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] -> logits [R, vocab], float32."""
-        return self._lm_head(hidden).float()
+        return self._lm_head.in_float32(hidden)

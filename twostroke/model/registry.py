@@ -93,14 +93,14 @@ class _Builder:
         embedding = self._tensor("model.embed_tokens.weight")
         tied = self._shape.tie_word_embeddings
         head = Linear(embedding if tied else self._tensor("lm_head.weight"))
-        return embedding, self._tensor("model.norm.weight"), head
+        return embedding, self._tensor("model.norm.weight").float(), head
 
     @torch.inference_mode()
     def _layer(self, index: int) -> Layer:
         shape, prefix = self._shape, f"model.layers.{index}"
         attention = f"{prefix}.self_attn"
         return Layer(
-            input_norm=self._tensor(f"{prefix}.input_layernorm.weight"),
+            input_norm=self._tensor(f"{prefix}.input_layernorm.weight").float(),
             qkv=self._fused(
                 [f"{attention}.{name}_proj" for name in "qkv"],
                 shape.attention_bias,
@@ -108,7 +108,7 @@ class _Builder:
             ),
             qk_norm=self._qk_norm(attention) if shape.qk_norm else None,
             output=self._fused([f"{attention}.o_proj"], shape.output_bias),
-            mlp_norm=self._tensor(f"{prefix}.post_attention_layernorm.weight"),
+            mlp_norm=self._tensor(f"{prefix}.post_attention_layernorm.weight").float(),
             mlp=self._sparse_mlp(f"{prefix}.mlp")
             if shape.is_sparse(index)
             else self._mlp(f"{prefix}.mlp"),

@@ -52,6 +52,21 @@ def test_every_number_of_rows_gives_the_bits_of_onednn(out: int, width: int, bia
             assert torch.equal(ours(x[:rows]), expected[:rows]), f"{rows} rows"
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 7, MAX_ROWS, 2 * MAX_ROWS + 3])
+def test_in_float32_nothing_is_rounded(rows: int, bias: bool) -> None:
+    with torch.inference_mode():
+        weight, b = random(640, 576), random(640, seed=1) if bias else None
+        x = random(rows, 576, seed=2)
+        linear = Linear(weight, b)
+        wide = linear.in_float32(x)
+        assert wide.dtype == torch.float32
+        exact = x.double() @ weight.double().T + (b.double() if b is not None else 0)
+        torch.testing.assert_close(wide.double(), exact, atol=1e-4, rtol=1e-5)
+        assert torch.equal(wide.bfloat16()[:MAX_ROWS], linear(x[:MAX_ROWS]))
+
+
 def test_rows_may_lie_apart() -> None:
     with torch.inference_mode():
         weight, x = packed(random(64, 64)), random(5, 192, seed=1)[:, 64:128]

@@ -178,3 +178,11 @@ def test_the_real_model_has_the_logits_of_transformers(smollm2_path: Path) -> No
         expected = reference_smollm2(smollm2_path)(token_ids[None]).logits[0]
     # Logits reach 40 here: float32 keeps 7 digits.
     torch.testing.assert_close(logits(load(smollm2_path), token_ids), expected, atol=3e-4, rtol=0)
+
+
+def test_in_bfloat16_the_real_model_stays_close_to_float32(smollm2_path: Path) -> None:
+    """The sum of what the layers add is not rounded, so the error stays small."""
+    token_ids = random_tokens(60, 49152)
+    exact = logits(load(smollm2_path), token_ids)
+    error = logits(load(smollm2_path, torch.bfloat16), token_ids) - exact
+    assert error.pow(2).mean().sqrt() < 2e-2 * exact.pow(2).mean().sqrt()
