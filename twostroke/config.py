@@ -25,6 +25,7 @@ Admission = Literal["head", "loads", "backfill"]
 Preemption = Literal["last", "least_lost"]
 ENV_PREFIX = "TWOSTROKE_"
 MAX_SPECULATIVE_TOKENS = 128  # vLLM's bound
+MAX_SHUTDOWN_TIMEOUT_S = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,10 +224,10 @@ def cache_dir() -> Path:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
@@ -330,8 +331,11 @@ def _check(config: EngineConfig) -> None:
             f"--tensor-parallel-size is {config.tensor_parallel_size}; this release runs 1 worker"
         )
     _check_speculation(config)
-    if not config.shutdown_timeout_s >= 0:
-        raise ConfigError(f"--shutdown-timeout-s is {config.shutdown_timeout_s}; at least 0")
+    if not 0 <= config.shutdown_timeout_s <= MAX_SHUTDOWN_TIMEOUT_S:
+        raise ConfigError(
+            f"--shutdown-timeout-s is {config.shutdown_timeout_s}; it must be at least 0 and at "
+            f"most {MAX_SHUTDOWN_TIMEOUT_S} (a day)"
+        )
 
 
 def _check_speculation(config: EngineConfig) -> None:

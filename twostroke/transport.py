@@ -88,7 +88,7 @@ class ZmqEngineChannel:
 
 
 class CoreSockets:
-    """The engine core's end: `receive` for its input thread, `send` for its output thread."""
+    """The engine core's end: `receive_bytes` for its input thread, `send` for its output thread."""
 
     def __init__(self, directory: Path, engine: int) -> None:
         self._context = zmq.Context()
@@ -117,6 +117,7 @@ class CoreSockets:
     def send(self, message: msgspec.Struct) -> None:
         self._output.send(encode(message))
 
-    def close_output(self) -> None:
-        """Call from the output thread; what was sent is still delivered."""
+    def close(self) -> None:
+        """Call from the output thread: delivers what was sent, and ends `receive_bytes`."""
         self._output.close()
+        self._context.term()

@@ -73,6 +73,8 @@ def test_a_secret_is_used_but_not_shown():
         ({"enable_chunked_prefill": False}, "without chunked prefill"),
         ({"tensor_parallel_size": 2}, "this release runs 1 worker"),
         ({"shutdown_timeout_s": -1}, "at least 0"),
+        ({"shutdown_timeout_s": "inf"}, "at most 86400"),
+        ({"shutdown_timeout_s": "nan"}, "at most 86400"),
         ({"speculative_method": "draft_model"}, "a draft model needs both"),
         ({"speculative_model": "x"}, "method is none and --speculative-model x"),
         ({"prompt_lookup_min": 9}, "--prompt-lookup-min is 9, more than --prompt-lookup-max 5"),
@@ -135,6 +137,9 @@ def test_files_that_cannot_be_used(tmp_path):
         resolve({}, config_file=tmp_path / "none", environ={})
     path = tmp_path / "t.toml"
     path.write_text("port = ")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        resolve({}, config_file=path, environ={})
+    path.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="is not valid TOML"):
         resolve({}, config_file=path, environ={})
     path.write_text("prot = 1")

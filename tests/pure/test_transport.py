@@ -1,5 +1,6 @@
 """The two ends of the line between API process and engine core."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,10 @@ def test_nothing_is_sent_before_the_engine_has_connected(tmp_path: Path) -> None
     data = core.receive_bytes()
     assert data is not None
     assert core.decode(data) == Shutdown(1.5)
-    core.close_output()
-    core._input.close()
-    core._context.term()
+    closing = threading.Thread(target=core.close)
+    closing.start()
+    assert core.receive_bytes() is None
+    closing.join(10)
+    assert not closing.is_alive()
     channel.close()
     channel.send(Shutdown())  # after the end: ignored

@@ -87,6 +87,7 @@ class _Step:
 class AsyncEngine:
     """Sends requests to one engine core and hands out what comes back.
 
+    `max_model_len` is the model's own until the engine is ready and tells what it serves.
     `vocab_size` is the number of token ids that the model knows (default: the tokenizer's).
     `eos_token_ids` end a request unless it ignores EOS. `on_progress` is told how start-up goes.
     """
@@ -110,7 +111,7 @@ class AsyncEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self.model_name = model_name
-        self.max_model_len = max_model_len
+        self.max_model_len = self._model_max_len = max_model_len
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         self.metrics = metrics or Metrics(model_name=model_name, max_model_len=max_model_len)
         self.ready: EngineReady | None = None
@@ -257,7 +258,9 @@ class AsyncEngine:
         limit = self.max_request_tokens
         if limit == self.max_model_len:
             what = f"the maximum context length is {limit:,} tokens"
-            cure = f"restart with --max-model-len {num_prompt + (params.max_tokens or 1)}"
+            needed = num_prompt + (params.max_tokens or 1)
+            longer = needed <= self._model_max_len
+            cure = f"restart with --max-model-len {needed}" if longer else "take another model"
         else:
             what = f"the KV pool holds {limit:,} tokens"
             cure = "give the KV pool more memory"

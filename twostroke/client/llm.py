@@ -119,7 +119,7 @@ class LLM:
             handle.channel,
             self.tokenizer,
             model_name=checkpoint.served_name,
-            max_model_len=self.config.max_model_len or checkpoint.shape.max_position_embeddings,
+            max_model_len=checkpoint.shape.max_position_embeddings,
             eos_token_ids=checkpoint.shape.eos_token_ids,
             max_num_queued_reqs=_UNBOUNDED,
             vocab_size=checkpoint.shape.vocab_size,

@@ -173,10 +173,10 @@ def _chat_template(
     template = checkpoint.chat_template
     if config.chat_template:
         try:
-            template = Path(config.chat_template).read_text()
-        except OSError as error:
+            template = Path(config.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"cannot read --chat-template {config.chat_template}: {error.strerror}"
+                f"cannot read --chat-template {config.chat_template}: {error}"
             ) from None
     if template is None:
         return None

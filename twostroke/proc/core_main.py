@@ -259,7 +259,7 @@ class CoreProcess:
             self.sockets.send(message)
             if self.tracer:
                 self.tracer.span("output", "encode + send", start_s, time.monotonic())
-        self.sockets.close_output()
+        self.sockets.close()
 
 
 class _Handle(msgspec.Struct):

@@ -32,6 +32,11 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, Fact]:
         return torch.device("cuda", torch.cuda.current_device()), ("Device", name, reason)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = config.cpu_threads or cores or 1
+    if threads > (most := os.cpu_count() or 1):
+        raise ConfigError(
+            f"--cpu-threads is {threads}; this machine has {most} logical cores",
+            hint="leave it out to use all that are given to us",
+        )
     torch.set_num_threads(threads)
     reason = "no GPU" if config.device == "auto" else "--device"
     reason += ", --cpu-threads" if config.cpu_threads else f", all {threads} cores given to us"

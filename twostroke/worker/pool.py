@@ -42,6 +42,17 @@ class PoolSize:
     facts: list[Fact]
 
 
+def wanted_length(config: EngineConfig, model_max_len: int) -> int:
+    """Tokens of the longest request, if memory allows. ConfigError beyond the model's own."""
+    wanted_len = config.max_model_len or model_max_len
+    if wanted_len > model_max_len:
+        raise ConfigError(
+            f"--max-model-len is {wanted_len:,}; the model was made for at most {model_max_len:,}",
+            hint="lower it, or leave it out",
+        )
+    return wanted_len
+
+
 def size_pool(
     config: EngineConfig, layout: KvLayout, memory: Memory, *, model_max_len: int, device: str
 ) -> PoolSize:
@@ -50,19 +61,20 @@ def size_pool(
     A length that the user asked for must fit (ConfigError); the model's own is lowered until one
     request of that length fits.
     """
-    wanted_len = config.max_model_len or model_max_len
-    if wanted_len > model_max_len:
-        raise ConfigError(
-            f"--max-model-len is {wanted_len:,}; the model was made for at most {model_max_len:,}",
-            hint="lower it, or leave it out",
-        )
+    wanted_len = wanted_length(config, model_max_len)
     num_blocks, reason = _num_blocks(config, layout, memory, wanted_len, device)
     num_tokens = max(0, num_blocks - 1) * layout.block_size
     pool = f"{bytes_text(num_blocks * layout.block_bytes)}, {num_blocks:,} blocks"
     pool += f" of {layout.block_size} = {num_tokens:,} tokens"
     if num_tokens == 0:
+        if config.num_gpu_blocks_override:
+            raise ConfigError(
+                f"--num-gpu-blocks-override is {num_blocks}; it must be at least 2, because "
+                "block 0 is never used"
+            )
         raise ConfigError(
-            f"no KV block fits: a block takes {bytes_text(layout.block_bytes)}; {reason}",
+            f"no KV block fits: a block takes {bytes_text(layout.block_bytes)}, and 2 are the "
+            f"least; {reason}",
             hint=_more_memory_hint(device),
         )
     length_reason = "--max-model-len" if config.max_model_len else "the model's own"

@@ -66,6 +66,7 @@ class ModelRunner:
         self.device, device_fact = choose_device(config)
         dtype_name, dtype_fact = choose_dtype(config, self.device)
         dtype = DTYPES[dtype_name]
+        pool.wanted_length(config, shape.max_position_embeddings)  # wrong: say so before loading
         free_bytes = pool.available_memory()
         start_s = time.monotonic()
         self.model: DecoderModel = load_model(

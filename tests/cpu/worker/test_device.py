@@ -42,6 +42,11 @@ def test_threads_of_a_cpu():
         torch.set_num_threads(before)
 
 
+def test_more_threads_than_the_machine_can_run_are_refused():
+    with pytest.raises(ConfigError, match=r"--cpu-threads is 100000; this machine has \d+"):
+        choose_device(EngineConfig(device="cpu", cpu_threads=100_000))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
 def test_a_gpu_that_is_not_there_is_an_error():
     with pytest.raises(ConfigError, match=r"no usable GPU.*--device cpu"):

@@ -68,6 +68,8 @@ def test_a_length_that_was_asked_for_must_fit():
 
 @pytest.mark.parametrize("memory_gib", [0.0, -3.0, 0.0005])
 def test_no_room_for_a_block_is_an_error(memory_gib: float):
+    with pytest.raises(ConfigError, match=r"--num-gpu-blocks-override is 1; .*at least 2"):
+        size(19.8, num_gpu_blocks_override=1)
     with pytest.raises(ConfigError, match=r"a block takes 360 KiB.*--kv-cache-memory-bytes"):
         size(memory_gib)
 

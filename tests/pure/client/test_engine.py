@@ -280,6 +280,15 @@ async def test_too_long_is_refused_with_the_numbers(prompt, params, words):
         assert channel.sent == []
 
 
+async def test_a_longer_max_model_len_is_proposed_only_within_the_models_own():
+    async with running(EchoChannel(EngineReady(0, 50, num_blocks=99, block_size=16))) as engine:
+        await engine.wait_ready()
+        with pytest.raises(ContextLengthError, match="restart with --max-model-len 70"):
+            await collect(engine, SamplingParams(max_tokens=10), prompt=[1] * 60)
+        with pytest.raises(ContextLengthError, match="take another model"):
+            await collect(engine, SamplingParams(max_tokens=41), prompt=[1] * 60)
+
+
 async def test_the_kv_pool_bounds_a_request_too():
     channel = EchoChannel(EngineReady(0, max_model_len=100, num_blocks=3, block_size=16))
     async with running(channel) as engine:

@@ -44,7 +44,6 @@ def test_a_message_that_cannot_be_read_ends_its_request_alone(tmp_path: Path) ->
         assert "max_tokens" in finished.error
         assert process.inbox.get(timeout=10) == UtilityCall(3, "ping")
         assert process.outbox.empty()
-        process.sockets.close_output()
-        process.sockets._context.term()
+        process.sockets.close()
         process.input_thread.join(10)
         assert not process.input_thread.is_alive()
