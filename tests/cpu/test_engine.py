@@ -4,7 +4,6 @@ The promise under test: greedy tokens depend on the prompt alone - not on the ba
 the prefix cache, preemption, or whether two steps are in flight.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.cpu.engine import drive
 from twostroke.checkpoint import open_checkpoint
 from twostroke.clock import WallClock
 from twostroke.config import EngineConfig, SchedulerConfig
 from twostroke.core.loop import EngineCore
-from twostroke.messages import AddRequest, FinishReason, SamplingParams
+from twostroke.messages import AddRequest, SamplingParams
 from twostroke.worker.executor import ThreadExecutor
 
 MAX_MODEL_LEN = 96
@@ -51,7 +51,7 @@ def run(
     aborts: dict[int, int] | None = None,
     **scheduler: object,
 ) -> tuple[dict[int, list[int]], EngineCore]:
-    """Tokens by handle; request i arrives at step arrivals[i]; `aborts` maps step to handle."""
+    """Tokens by handle, and the core that made them."""
     config = {
         "block_size": BLOCK_SIZE,
         "num_blocks": NUM_BLOCKS,
@@ -61,35 +61,8 @@ def run(
         "async_scheduling": True,
     }
     core = EngineCore(SchedulerConfig(**(config | scheduler)), WallClock(), check=True)
-    depth = 2 if core.config.async_scheduling else 1
-    arrivals = arrivals or [0] * len(requests)
-    tokens: dict[int, list[int]] = defaultdict(list)
-    ended: dict[int, FinishReason] = {}
-    step = 0
-    while step <= max(arrivals) or core.has_work() or core.num_in_flight:
-        for request, arrival in zip(requests, arrivals, strict=True):
-            if arrival == step:
-                core.add(request)
-        if aborts and step in aborts:
-            core.abort([aborts[step]])
-        step += 1
-        assert step < 5000, "the engine does not come to an end"
-        plan = core.begin()
-        if plan is not None:
-            executor.submit(plan)
-            if len(plan.slots) and core.num_in_flight < depth:
-                continue
-        if core.num_in_flight:
-            outputs = core.finish(executor.collect())
-            ends = np.cumsum(outputs.num_tokens)
-            for handle, end, count in zip(outputs.handles, ends, outputs.num_tokens, strict=True):
-                tokens[int(handle)] += outputs.token_ids[end - count : end].tolist()
-            ended |= {f.handle: f.reason for f in outputs.finished}
-        if (extra := core.take_outputs()) is not None:
-            ended |= {f.handle: f.reason for f in extra.finished}
-    core.check_integrity()
-    assert set(ended) == {request.handle for request in requests}
-    return tokens, core
+    run = drive(core, executor, requests, arrivals=arrivals, aborts=aborts)
+    return run.tokens, core
 
 
 def request(handle: int, prompt: list[int], max_tokens: int, **params: object) -> AddRequest:

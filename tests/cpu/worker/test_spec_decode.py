@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from tests.cpu.engine import Run, drive
 from tests.cpu.worker.driving import small_config
 from tests.cpu.worker.test_runner import FullAttention
 from twostroke.checkpoint import open_checkpoint
@@ -23,7 +24,7 @@ from twostroke.clock import WallClock
 from twostroke.config import EngineConfig, SchedulerConfig
 from twostroke.core.loop import EngineCore
 from twostroke.errors import ConfigError
-from twostroke.messages import AddRequest, EngineReady, FinishReason, SamplingParams, TokenLogprobs
+from twostroke.messages import AddRequest, EngineReady, FinishReason, SamplingParams
 from twostroke.proc.core_main import scheduler_config
 from twostroke.testing.tiny_model import write_tiny_checkpoint
 from twostroke.worker.executor import ThreadExecutor
@@ -49,62 +50,12 @@ class Engine:
         arrivals: list[int] | None = None,
         aborts: dict[int, int] | None = None,
         **scheduler: object,
-    ) -> "Run":
+    ) -> Run:
         ready = EngineReady(0, self.executor.max_model_len, self.executor.num_blocks, 8)
         settings = scheduler_config(self.config, ready)
         values = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
         core = EngineCore(SchedulerConfig(**(values | scheduler)), WallClock(), check=True)
-        run = Run(core)
-        depth = 2 if self.config.async_scheduling else 1
-        arrivals = arrivals or [0] * len(requests)
-        step = 0
-        while step <= max(arrivals) or core.has_work() or core.num_in_flight:
-            for request, arrival in zip(requests, arrivals, strict=True):
-                if arrival == step:
-                    core.add(request)
-            if aborts and step in aborts:
-                core.abort([aborts[step]])
-            step += 1
-            assert step < 5000, "the engine does not come to an end"
-            plan = core.begin()
-            if plan is not None:
-                self.executor.submit(plan)
-                if len(plan.slots) and core.num_in_flight < depth:
-                    continue
-            if core.num_in_flight:
-                run.take(core.finish(self.executor.collect()))
-            if (outputs := core.take_outputs()) is not None:
-                run.take(outputs)
-        core.check_integrity()
-        assert core.stats().kv_usage == 0
-        assert set(run.ended) == {request.handle for request in requests}
-        return run
-
-
-class Run:
-    """What came of a run, by handle."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self.core = core
-        self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.logprobs: dict[int, list[TokenLogprobs]] = defaultdict(list)
-        self.ended: dict[int, tuple[FinishReason, int | None]] = {}
-
-    def take(self, outputs) -> None:
-        ends = np.cumsum(outputs.num_tokens)
-        for handle, end, count in zip(outputs.handles, ends, outputs.num_tokens, strict=True):
-            self.tokens[int(handle)] += outputs.token_ids[end - count : end].tolist()
-        for entry in outputs.logprobs:
-            self.logprobs[entry.handle] += entry.tokens
-        self.ended |= {f.handle: (f.reason, f.stop_token_id) for f in outputs.finished}
-
-    @property
-    def accepted(self) -> int:
-        return self.core.stats().spec_decode_num_accepted_tokens
-
-    @property
-    def drafted(self) -> int:
-        return self.core.stats().spec_decode_num_draft_tokens
+        return drive(core, self.executor, requests, arrivals=arrivals, aborts=aborts)
 
 
 @pytest.fixture(scope="module")
