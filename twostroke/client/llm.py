@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
+import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from twostroke.checkpoint import Checkpoint
@@ -26,7 +27,13 @@ from twostroke.client.engine import AsyncEngine, RequestOutput
 from twostroke.client.tokenizer import Tokenizer, load_tokenizer
 from twostroke.config import EngineConfig
 from twostroke.config import resolve as resolve_config
-from twostroke.errors import EngineDeadError, ModelError, RequestError
+from twostroke.errors import (
+    ConfigError,
+    EngineDeadError,
+    ModelError,
+    RequestError,
+    TwostrokeError,
+)
 from twostroke.ledger import Interval
 from twostroke.messages import SamplingParams, TokenLogprobs
 from twostroke.metrics import SampleRecord
@@ -38,6 +45,8 @@ T = TypeVar("T")
 
 _UNBOUNDED = 1 << 31  # offline, the caller's own list is the queue
 _CLOSE_S = 10.0
+# Exit codes of an engine that could not start, and what they mean.
+_REFUSALS: dict[object, type[TwostrokeError]] = {2: ConfigError, 3: ModelError}
 
 
 class EngineHandle(Protocol):
@@ -47,7 +56,7 @@ class EngineHandle(Protocol):
     def channel(self) -> EngineChannel: ...
 
     def stop(self) -> object:
-        """End the engine; idempotent."""
+        """End the engine, and return its exit code; idempotent."""
         ...
 
 
@@ -135,6 +144,10 @@ class LLM:
         )
         try:
             self._run(self.engine.wait_ready())
+        except EngineDeadError as error:
+            self.close()
+            kind = _REFUSALS.get(handle.stop(), EngineDeadError)
+            raise kind(error.message) from None
         except BaseException:
             self.close()
             raise
@@ -226,7 +239,8 @@ class LLM:
             given = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(given, str):
             return _Job(given, self.tokenizer.encode(given), params)
-        if not isinstance(given, Sequence):
+        is_ids = isinstance(given, Sequence) and not isinstance(given, bytes)
+        if not is_ids or not all(isinstance(token_id, int) for token_id in given):
             raise RequestError(
                 f"a prompt is {prompt!r:.200}",
                 hint="give a text, token ids, or a mapping with prompt or prompt_token_ids",
@@ -269,22 +283,35 @@ class LLM:
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt becomes a list of one; a list of ints is one prompt."""
-    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    listed: list[Any] = [prompts] if one else list(prompts)
-    return listed
+    given: Any = prompts
+    one = not isinstance(given, Sequence) or isinstance(given, str | bytes)
+    return [given] if one or (len(given) > 0 and isinstance(given[0], int)) else list(given)
 
 
 def _per_prompt(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [_checked(params or SamplingParams())] * count
     if len(params) != count:
         raise RequestError(
             f"{count} prompts came with {len(params)} sampling_params",
             hint="give one for all, or one for each",
         )
-    return params
+    return [_checked(each) for each in params]
+
+
+def _checked(params: SamplingParams) -> SamplingParams:
+    """With the types that the fields should have: a program may have given any."""
+    try:
+        given = msgspec.to_builtins(params)
+        if isinstance(given.get("stop"), str):  # as vLLM has it
+            given["stop"] = [given["stop"]]
+        return msgspec.convert(given, SamplingParams)
+    except (msgspec.ValidationError, TypeError, AttributeError) as error:
+        raise RequestError(
+            f"sampling_params are not valid: {error}", param="sampling_params"
+        ) from None
 
 
 async def _run_jobs(

@@ -17,9 +17,11 @@ class Engine:
     def __init__(self, channel=None) -> None:
         self.channel = channel or EchoChannel()
         self.stopped = 0
+        self.code = 0
 
-    def stop(self) -> None:
+    def stop(self) -> int:
         self.stopped += 1
+        return self.code
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +77,36 @@ def test_a_refused_prompt_is_named_and_ends_the_others(llm, engine):
     assert caught.value.__notes__ == ["in prompt 1"]
     with pytest.raises(RequestError, match="2 prompts came with 1"):
         llm.generate(["a", "b"], [SamplingParams()])
-    with pytest.raises(RequestError, match="a prompt is"):
-        llm.generate([{"text": "a"}])
+    for wrong in ([{"text": "a"}], None, 5, b"a", [None], ["a", 1], [1, "a"], [[1.5]]):
+        with pytest.raises(RequestError, match="a prompt is"):
+            llm.generate(wrong)
     assert llm.generate("ab", use_tqdm=False)[0].outputs[0].text.startswith("abab")
+
+
+def test_parameters_of_a_wrong_type_are_refused_by_name(llm):
+    for name, value in {
+        "top_k": 1.5,
+        "temperature": None,
+        "stop_token_ids": ("a",),
+        "logit_bias": {"x": 1.0},
+        "seed": 1 << 70,
+    }.items():
+        with pytest.raises(RequestError, match=r"sampling_params|seed"):
+            llm.generate("a", SamplingParams(**{name: value}), use_tqdm=False)
+    (result,) = llm.generate("abcd", SamplingParams(max_tokens=4, stop="cd"), use_tqdm=False)
+    assert (result.outputs[0].text, result.outputs[0].stop_reason) == ("ab", "cd")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(2, ConfigError), (3, ModelError), (1, EngineDeadError)]
+)
+def test_an_engine_that_cannot_start_raises_what_was_wrong(checkpoint, code, kind):
+    engine = Engine(ScriptedChannel(ready=None))
+    engine.channel.say(EngineDead("--max-model-len is 9"))
+    engine.code = code
+    with pytest.raises(kind, match="--max-model-len is 9"):
+        LLM(checkpoint, launch=lambda config, at: engine)
+    assert engine.stopped
 
 
 def test_it_works_from_threads_and_inside_a_running_loop(llm):
@@ -138,15 +167,6 @@ def test_a_forgotten_one_stops_its_engine(checkpoint):
     engine = Engine()
     LLM(checkpoint, launch=lambda config, at: engine)
     gc.collect()
-    assert engine.stopped == 1
-
-
-def test_an_engine_that_does_not_start_is_stopped(checkpoint):
-    channel = ScriptedChannel(ready=None)
-    channel.say(EngineDead("no memory"))
-    engine = Engine(channel)
-    with pytest.raises(EngineDeadError, match="no memory"):
-        LLM(checkpoint, launch=lambda config, at: engine)
     assert engine.stopped == 1
 
 
