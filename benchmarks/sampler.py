@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, float]] = {
     "top_k 50": {"temperature": 0.8, "top_k": 50},
     "top_k 40, top_p 0.9": {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
     "top_p 0.9": {"temperature": 0.8, "top_p": 0.9},
+    "top_p 0.9, flat": {"temperature": 40.0, "top_p": 0.9},
     "min_p 0.05": {"min_p": 0.05},
     "penalties": {"temperature": 0.0, "presence_penalty": 0.5, "repetition_penalty": 1.1},
     "5 logprobs": {"temperature": 0.0, "logprobs": 5},

@@ -80,13 +80,54 @@ def test_draws_follow_the_distribution(params: dict[str, float]):
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.3), (0, 0.9), (0, 0.999), (2000, 0.4)])
-def test_over_a_flat_large_vocabulary_all_of_it_is_sorted(top_k: int, top_p: float):
-    """Here neither 64 nor 1,024 candidates hold what top-k and top-p keep."""
+def test_a_flat_large_vocabulary_is_looked_at_as_a_whole(top_k: int, top_p: float):
+    """Here 64 candidates do not hold what top-k and top-p keep."""
     logits = np.random.default_rng(1).normal(0, 0.1, 5000)
     tokens = draw_many(logits, seed=3, count=400, top_k=top_k, top_p=top_p)
     p = analytic(logits, top_k=top_k, top_p=top_p)
     assert (p[tokens] > 0).all()
     assert len(set(tokens.tolist())) > 200
+
+
+def sorted_draw(logits: np.ndarray, top_k: int, top_p: float, uniform: float) -> int:
+    """What sorting the whole row gives."""
+    order = np.argsort(-logits, kind="stable")
+    weights = np.exp(logits[order].astype(np.float64))
+    weights[top_k:] = 0
+    before = np.cumsum(weights) - weights
+    weights[1:][before[1:] >= top_p * weights.sum()] = 0
+    cumulative = np.cumsum(weights)
+    return int(order[np.searchsorted(cumulative, uniform * cumulative[-1], "right")])
+
+
+@pytest.mark.parametrize("shape", ["flat", "steep", "equal", "ties", "few finite"])
+def test_ranks_and_masses_are_those_of_the_sorted_row(shape: str):
+    rng = np.random.default_rng(5)
+    vocab, rows = 3000, 60
+    spread = {"flat": 0.1, "steep": 30.0, "equal": 0.0, "ties": 1.0, "few finite": 1.0}[shape]
+    logits = rng.normal(0, spread, (rows, vocab)).astype(np.float32)
+    if shape == "ties":
+        logits = np.round(logits * 2) / 2
+    if shape == "few finite":
+        logits[:, rng.permutation(vocab)[:2800]] = -np.inf
+    logits -= logits.max(-1, keepdims=True)
+    top_k = rng.choice([65, 200, 2999], rows).astype(np.int32)  # more than 64: all of the row
+    top_p = rng.choice([1.0, 0.999, 0.5, 1e-9], rows)
+    uniform = rng.random(rows)
+    uniform[:2] = 0.0, 1 - 2**-53
+    tokens = draw(
+        torch.from_numpy(logits.copy()),
+        temperature=np.ones(rows),
+        top_k=top_k,
+        top_p=top_p,
+        min_p=np.zeros(rows),
+        uniform=uniform,
+    )
+    expected = [sorted_draw(*row) for row in zip(logits, top_k, top_p, uniform, strict=True)]
+    same = tokens.numpy() == expected
+    # Sums are rounded differently, so a number next to an edge may fall on its other side.
+    assert same.sum() >= rows - 1
+    assert np.isfinite(logits[np.arange(rows), tokens]).all()
 
 
 def test_a_row_draws_the_same_token_in_any_company():
