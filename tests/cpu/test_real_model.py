@@ -31,6 +31,7 @@ def prompts() -> list[str]:
     return [*texts[:18], "def fibonacci(n):\n", "早上好"]
 
 
+@pytest.mark.timeout(400)  # 135M parameters, twice, on a machine that may be busy
 def test_greedy_tokens_equal_those_of_transformers(llm: LLM, smollm2_path: Path) -> None:
     texts = prompts()
     assert len(texts) == 20
