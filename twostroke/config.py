@@ -83,8 +83,11 @@ class EngineConfig:
     seed: int = _setting(0, "seed of requests that bring none, and of dummy weights")
     # device
     device: Literal["auto", "cpu", "cuda"] = _setting("auto", "where the model runs")
-    cpu_threads: int = _setting(0, "threads of the model on a CPU; 0: all cores given", minimum=0)
+    cpu_threads: int = _setting(0, "threads of each engine on a CPU; 0: all cores given", minimum=0)
     tensor_parallel_size: int = _setting(1, "workers that share each layer", minimum=1)
+    data_parallel_size: int = _setting(
+        1, "engines behind one server, each with the whole model", minimum=1
+    )
     worker_process: bool = _setting(False, "run the worker in a process of its own")
     # KV pool
     block_size: int = _setting(16, "tokens per KV block", minimum=1)

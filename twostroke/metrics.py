@@ -135,17 +135,10 @@ class SampleRecord:
     ledger: RequestLedger
 
 
-class Metrics(Collector):
-    """All metrics of one engine, in a registry of their own."""
+class EngineMetrics:
+    """What one engine did, and the requests that it served; all under its `engine` label."""
 
-    def __init__(
-        self,
-        *,
-        model_name: str,
-        prefix: str = "twostroke",
-        engine: int = 0,
-        max_model_len: int = 131072,
-    ) -> None:
+    def __init__(self, *, model_name: str, prefix: str, engine: int, max_model_len: int) -> None:
         self._prefix = prefix
         self._labels = {"model_name": model_name, "engine": str(engine)}
         self._stats = EngineStats()
@@ -183,8 +176,6 @@ class Metrics(Collector):
             ),
             "request_num_preemptions": Histogram("Preemptions of a request.", _PREEMPTIONS),
         }
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     # ------------------------------------------------------------ recording
 
@@ -236,17 +227,13 @@ class Metrics(Collector):
                 seen["request_time_per_output_token_seconds"].observe(per_token_s)
 
     def observe_rejection(self) -> None:
-        """A request was refused because the queue is full."""
+        """A request was refused because the queue is full, before an engine was chosen for it."""
         self._rejected += 1
 
     # ------------------------------------------------------------ exposition
 
-    def render(self) -> bytes:
-        """The text that `/metrics` answers, of type CONTENT_TYPE."""
-        return generate_latest(self._registry)
-
     def collect(self) -> Iterator[Family]:
-        """Families for prometheus_client."""
+        """Families for prometheus_client, with this engine's samples."""
         stats = self._stats
         yield self._gauge("num_requests_running", "Running requests.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Waiting requests.", stats.num_waiting)
@@ -335,6 +322,53 @@ class Metrics(Collector):
         for key, value in values.items():
             family.add_metric([*self._labels.values(), key], value)
         return family
+
+
+class Metrics(Collector):
+    """The metrics of all engines of a server, in a registry of their own.
+
+    Record in `engines[i]`. What concerns none, as a refused request, is counted in the first.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        prefix: str = "twostroke",
+        num_engines: int = 1,
+        max_model_len: int = 131072,
+    ) -> None:
+        self.engines = [
+            EngineMetrics(
+                model_name=model_name, prefix=prefix, engine=engine, max_model_len=max_model_len
+            )
+            for engine in range(num_engines)
+        ]
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """The text that `/metrics` answers, of type CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Family]:
+        """Each family once, with the samples of every engine."""
+        families: dict[str, Family] = {}
+        for engine in self.engines:
+            for family in engine.collect():
+                if family.name in families:
+                    families[family.name].samples.extend(family.samples)
+                else:
+                    families[family.name] = family
+        yield from families.values()
+
+
+def total_stats(engines: Sequence[EngineStats]) -> EngineStats:
+    """Sums over engines; the KV usage is their mean."""
+    names = EngineStats.__struct_fields__
+    total = EngineStats(**{name: sum(getattr(it, name) for it in engines) for name in names})
+    total.kv_usage /= len(engines)
+    return total
 
 
 # ---------------------------------------------------------------- what the log says

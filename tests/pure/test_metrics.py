@@ -10,6 +10,7 @@ from twostroke.metrics import (
     StatusLine,
     request_line,
     token_buckets,
+    total_stats,
 )
 
 
@@ -41,12 +42,12 @@ def samples(metrics: Metrics) -> dict[str, float]:
 def test_names_are_those_of_vllm_under_either_prefix():
     for prefix in ("vllm", "twostroke"):
         metrics = Metrics(model_name="m", prefix=prefix)
-        metrics.observe_stats(
+        metrics.engines[0].observe_stats(
             EngineStats(
                 num_running=3, num_waiting=2, kv_usage=0.5, prompt_tokens=7, num_preemptions=1
             )
         )
-        metrics.engine_ready(EngineReady(0, 128, num_blocks=9, block_size=16))
+        metrics.engines[0].engine_ready(EngineReady(0, 128, num_blocks=9, block_size=16))
         found = samples(metrics)
         assert found[f"{prefix}:num_requests_running"] == 3
         assert found[f"{prefix}:num_requests_waiting"] == 2
@@ -62,9 +63,9 @@ def test_names_are_those_of_vllm_under_either_prefix():
 
 def test_a_request_is_counted_once_per_sample():
     metrics = Metrics(model_name="m", prefix="vllm")
-    metrics.observe_request([record(), record("length", output_tokens=1)])
-    metrics.observe_tokens([2.0], [0.5, 0.02])
-    metrics.observe_rejection()
+    metrics.engines[0].observe_request([record(), record("length", output_tokens=1)])
+    metrics.engines[0].observe_tokens([2.0], [0.5, 0.02])
+    metrics.engines[0].observe_rejection()
     found = samples(metrics)
     assert found["vllm:request_success_total|stop"] == 1
     assert found["vllm:request_success_total|length"] == 1
@@ -89,9 +90,9 @@ def test_a_request_is_counted_once_per_sample():
 
 def test_step_sizes_come_from_the_totals():
     metrics = Metrics(model_name="m")
-    metrics.observe_stats(EngineStats(num_steps=1, step_tokens=100))
-    metrics.observe_stats(EngineStats(num_steps=3, step_tokens=116))
-    metrics.observe_stats(EngineStats(num_steps=3, step_tokens=116))
+    metrics.engines[0].observe_stats(EngineStats(num_steps=1, step_tokens=100))
+    metrics.engines[0].observe_stats(EngineStats(num_steps=3, step_tokens=116))
+    metrics.engines[0].observe_stats(EngineStats(num_steps=3, step_tokens=116))
     found = samples(metrics)
     assert found["twostroke:iteration_tokens_total_count"] == 3
     assert found["twostroke:iteration_tokens_total_sum"] == 116
@@ -142,7 +143,7 @@ def test_the_status_line_gives_rates_and_is_silent_when_idle():
 
 def test_drafts_are_shown_once_there_are_any():
     metrics, status = Metrics(model_name="m", prefix="vllm"), StatusLine(0.0)
-    metrics.observe_stats(EngineStats(num_running=1))
+    metrics.engines[0].observe_stats(EngineStats(num_running=1))
     assert not any("spec_decode" in name for name in samples(metrics))
     assert "drafts" not in status.line(EngineStats(num_running=1), 1.0)
     stats = EngineStats(
@@ -151,10 +152,33 @@ def test_drafts_are_shown_once_there_are_any():
         spec_decode_num_draft_tokens=40,
         spec_decode_num_accepted_tokens=30,
     )
-    metrics.observe_stats(stats)
+    metrics.engines[0].observe_stats(stats)
     found = samples(metrics)
     assert found["vllm:spec_decode_num_drafts_total"] == 10
     assert found["vllm:spec_decode_num_draft_tokens_total"] == 40
     assert found["vllm:spec_decode_num_accepted_tokens_total"] == 30
     assert status.line(stats, 2.0).endswith("drafts accepted 75.0%")
     assert "drafts" not in status.line(stats, 3.0)
+
+
+def test_each_engine_has_its_label_and_each_family_comes_once():
+    metrics = Metrics(model_name="m", prefix="vllm", num_engines=2)
+    metrics.engines[0].observe_stats(EngineStats(num_running=1))
+    metrics.engines[1].observe_stats(EngineStats(num_running=3))
+    metrics.engines[1].observe_request([record()])
+    text = metrics.render().decode()
+    assert text.count("# TYPE vllm:num_requests_running gauge") == 1
+    for engine, running, ended in ((0, 1, 0), (1, 3, 1)):
+        labels = f'{{engine="{engine}",model_name="m"}}'
+        assert f"vllm:num_requests_running{labels} {running}.0" in text
+        assert f"vllm:e2e_request_latency_seconds_count{labels} {ended}.0" in text
+    families = [family.name for family in text_string_to_metric_families(text)]
+    assert len(families) == len(set(families))
+
+
+def test_totals_sum_and_the_kv_usage_is_a_mean():
+    one = EngineStats(num_running=1, kv_usage=0.5, prompt_tokens=10)
+    two = EngineStats(num_running=2, kv_usage=0.25, prompt_tokens=20)
+    total = EngineStats(num_running=3, kv_usage=0.375, prompt_tokens=30)
+    assert total_stats([one, two]) == total
+    assert total_stats([one]) == one

@@ -1,12 +1,12 @@
 """The engine as the API process sees it.
 
-    generate() ── checks, AddRequest ──▶ engine core
-        ▲                                    │ EngineOutputs, one message a step
-        └── the request's slot ◀── output task (detokenises, applies stop strings)
+    generate() ── checks, chooses an engine, AddRequest ──▶ engine core 0 ... N-1
+        ▲                                                       │ EngineOutputs, one message a step
+        └── the request's slot ◀── output task of that engine (detokenises, applies stop strings)
 
-One output task reads what the core sends and wakes exactly the requests concerned. All of this
-runs on one event loop, so there are no locks; a request's client state lives in `_samples` from
-AddRequest until it ends or is aborted, and everything later about it is ignored.
+An output task for each engine reads what its core sends and wakes exactly the requests concerned.
+All of this runs on one event loop, so there are no locks; a request's client state lives in
+`_samples` from AddRequest until it ends or is aborted, and everything later about it is ignored.
 """
 
 import asyncio
@@ -19,20 +19,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from twostroke.client.limits import check_request, resolve_max_tokens
+from twostroke.client.link import EngineLink, join_answers, join_ready, total_progress
 from twostroke.client.request import Request, RequestOutput, Sample
-from twostroke.client.sampling import validate
 from twostroke.client.tokenizer import Tokenizer
 from twostroke.clock import Clock, WallClock
-from twostroke.errors import (
-    ContextLengthError,
-    EngineDeadError,
-    QueueFullError,
-    RequestError,
-    TwostrokeError,
-)
+from twostroke.errors import EngineDeadError, QueueFullError
 from twostroke.ledger import Boundary
 from twostroke.messages import (
-    AbortRequests,
     AddRequest,
     EngineDead,
     EngineOutputs,
@@ -43,10 +37,10 @@ from twostroke.messages import (
     FromEngine,
     SamplingParams,
     TokenLogprobs,
-    UtilityCall,
     UtilityReply,
 )
-from twostroke.metrics import Metrics, SampleRecord, StatusLine, request_line
+from twostroke.metrics import Metrics, SampleRecord, StatusLine, request_line, total_stats
+from twostroke.router.policy import RoutingPolicy
 from twostroke.transport import EngineChannel
 
 __all__ = ["AsyncEngine", "RequestOutput"]
@@ -65,7 +59,8 @@ def _seed(base: int, offset: int) -> int:
 class _Step:
     """What gathers while one step's outputs are handed out."""
 
-    def __init__(self, time_s: float, now_s: float) -> None:
+    def __init__(self, link: EngineLink, time_s: float, now_s: float) -> None:
+        self.link = link
         self.time_s = time_s  # when the engine finished the step
         self.aborts: list[int] = []
         self.first_token_s: list[float] = []
@@ -85,7 +80,10 @@ class _Step:
 
 
 class AsyncEngine:
-    """Sends requests to one engine core and hands out what comes back.
+    """Sends requests to the engine cores and hands out what comes back.
+
+    Each engine has a channel. When one dies, `dead` says so and nothing new is taken, but what runs
+    on the others is still handed out.
 
     `max_model_len` is the model's own until the engine is ready and tells what it serves.
     `vocab_size` is the number of token ids that the model knows (default: the tokenizer's).
@@ -94,7 +92,7 @@ class AsyncEngine:
 
     def __init__(
         self,
-        channel: EngineChannel,
+        channels: EngineChannel | Sequence[EngineChannel],
         tokenizer: Tokenizer,
         *,
         model_name: str,
@@ -113,11 +111,14 @@ class AsyncEngine:
         self.model_name = model_name
         self.max_model_len = self._model_max_len = max_model_len
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
-        self.metrics = metrics or Metrics(model_name=model_name, max_model_len=max_model_len)
+        channels = channels if isinstance(channels, Sequence) else [channels]
+        self.metrics = metrics or Metrics(
+            model_name=model_name, num_engines=len(channels), max_model_len=max_model_len
+        )
         self.ready: EngineReady | None = None
         self.dead: EngineDeadError | None = None
-        self.stats = EngineStats()
-        self._channel = channel
+        self._links = [EngineLink(index, channel) for index, channel in enumerate(channels)]
+        self._policy = RoutingPolicy(len(channels))
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_num_queued_reqs = max_num_queued_reqs
         self._default_seed = default_seed
@@ -127,24 +128,35 @@ class AsyncEngine:
         self._status_interval_s = status_interval_s
         self._samples: dict[int, Sample] = {}
         self._handles = itertools.count(1)
-        self._call_ids = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._changed = asyncio.Event()  # ready or dead
         self._ended_s: deque[float] = deque(maxlen=64)  # when the last requests ended
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start the output task and the status line on the running loop."""
-        self._tasks = [asyncio.create_task(self._receive_all(), name="engine outputs")]
+        """Start the output tasks and the status line on the running loop."""
+        self._tasks = [
+            asyncio.create_task(self._receive_all(link), name=f"outputs of engine {link.index}")
+            for link in self._links
+        ]
         if self._status_interval_s > 0:
             self._tasks.append(asyncio.create_task(self._log_status(), name="status line"))
 
     async def close(self) -> None:
-        """Stop the tasks. What is still open ends with EngineDeadError. The channel stays open."""
+        """Stop the tasks. What is still open ends with EngineDeadError. The channels stay open."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._die(EngineDeadError("the engine was shut down"))
+        for link in self._links:
+            self._die(link, EngineDeadError("the engine was shut down"))
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._links)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest of every engine, added up."""
+        return total_stats([link.stats for link in self._links])
 
     @property
     def num_unfinished(self) -> int:
@@ -163,7 +175,7 @@ class AsyncEngine:
         return (self.ready.num_blocks - 1) * self.ready.block_size  # block 0 is never used
 
     async def wait_ready(self) -> EngineReady:
-        """Wait until the model is loaded. Raises EngineDeadError when that fails."""
+        """Wait until every engine has loaded. Raises EngineDeadError when one fails."""
         while True:
             if self.dead is not None:
                 raise EngineDeadError(self.dead.message, hint=self.dead.hint)
@@ -172,18 +184,25 @@ class AsyncEngine:
             await self._changed.wait()
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Ask the core something off the hot path (see `UtilityCall`).
+        """Ask every core something off the hot path (see `UtilityCall`).
 
-        Raises TwostrokeError with the core's words when it cannot, EngineDeadError when it is gone.
+        `slots` come in one list, each with its `engine`; `reset_prefix_cache` is True if all did
+        (an engine without requests does it in any case); other answers are as they are, in a list
+        if there are several engines. Raises TwostrokeError
+        with the core's words when one cannot, EngineDeadError when one is gone.
         """
         await self.wait_ready()
-        call_id = next(self._call_ids)
-        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        asked = [asyncio.create_task(link.call(method, list(args))) for link in self._links]
         try:
-            self._channel.send(UtilityCall(call_id, method, list(args)))
-            return await future
+            answers = await asyncio.gather(*asked)
         finally:
-            del self._calls[call_id]
+            for task in asked:
+                task.cancel()
+        if method == "reset_prefix_cache":
+            for link, is_reset in zip(self._links, answers, strict=True):
+                if is_reset:
+                    self._policy.prefixes_reset(link.index)
+        return join_answers(method, answers)
 
     async def generate(
         self,
@@ -208,17 +227,32 @@ class AsyncEngine:
         timed out, `aclose`) aborts in the core what has not ended.
         """
         arrival_s = self._clock.now() if arrival_s is None else arrival_s
-        self._check(prompt_token_ids, params, cache_salt)
+        check_request(
+            prompt_token_ids,
+            params,
+            cache_salt,
+            vocab_size=self.vocab_size,
+            max_logprobs=self._max_logprobs,
+            max_num_queued_reqs=self._max_num_queued_reqs,
+        )
         await self.wait_ready()
+        max_tokens = resolve_max_tokens(
+            len(prompt_token_ids),
+            params,
+            max_model_len=self.max_model_len,
+            model_max_len=self._model_max_len,
+            kv_tokens=self._kv_tokens,
+        )
+        self._admit(params.n)
         request = Request(
             request_id,
             params,
+            engine=self._policy.choose(prompt_token_ids, cache_salt),
             num_prompt_tokens=len(prompt_token_ids),
-            max_tokens=self._resolve_max_tokens(len(prompt_token_ids), params),
+            max_tokens=max_tokens,
             arrival_s=arrival_s,
             final_only=final_only,
         )
-        self._admit(params.n)
         try:
             self._send(request, prompt_token_ids, priority, cache_salt)
             while request.is_open:
@@ -231,67 +265,11 @@ class AsyncEngine:
 
     # ------------------------------------------------------------ towards the core
 
-    def _check(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, cache_salt: str
-    ) -> None:
-        """Raise RequestError for what no engine state can make right."""
-        validate(params, vocab_size=self.vocab_size, max_logprobs=self._max_logprobs)
-        if params.n > self._max_num_queued_reqs:
-            raise RequestError(
-                f"n is {params.n}; this server runs at most {self._max_num_queued_reqs} at once",
-                param="n",
-            )
-        if len(prompt_token_ids) == 0:
-            raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
-        for token_id in (min(prompt_token_ids), max(prompt_token_ids)):
-            if not 0 <= token_id < self.vocab_size:
-                raise RequestError(
-                    f"the prompt holds token {token_id}; the vocabulary has ids 0 to "
-                    f"{self.vocab_size - 1}",
-                    param="prompt",
-                )
-        if not cache_salt.isascii():
-            raise RequestError("cache_salt must be ASCII text", param="cache_salt")
-
-    def _resolve_max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
-        """Output tokens at most; None fills what is left. Raises ContextLengthError."""
-        limit = self.max_request_tokens
-        if limit == self.max_model_len:
-            what = f"the maximum context length is {limit:,} tokens"
-            needed = num_prompt + (params.max_tokens or 1)
-            longer = needed <= self._model_max_len
-            cure = f"restart with --max-model-len {needed}" if longer else "take another model"
-        else:
-            what = f"the KV pool holds {limit:,} tokens"
-            cure = "give the KV pool more memory"
-        if num_prompt >= limit:
-            raise ContextLengthError(
-                f"the prompt has {num_prompt:,} tokens, which leaves no room for output; {what}",
-                hint=f"shorten the prompt or {cure}",
-            )
-        if params.max_tokens is None:
-            room = limit - num_prompt
-            if params.min_tokens > room:
-                raise ContextLengthError(
-                    f"the prompt has {num_prompt:,} tokens and min_tokens is "
-                    f"{params.min_tokens:,}; {what}",
-                    param="min_tokens",
-                )
-            return room
-        if num_prompt + params.max_tokens > limit:
-            raise ContextLengthError(
-                f"the prompt has {num_prompt:,} tokens and max_tokens is {params.max_tokens:,}, "
-                f"{num_prompt + params.max_tokens:,} in all; {what}",
-                param="max_tokens",
-                hint=f"ask for at most {limit - num_prompt:,} tokens, shorten the prompt or {cure}",
-            )
-        return params.max_tokens
-
     def _admit(self, n: int) -> None:
         """Raise QueueFullError unless `n` more core requests may be open."""
         if len(self._samples) + n <= self._max_num_queued_reqs:
             return
-        self.metrics.observe_rejection()
+        self.metrics.engines[0].observe_rejection()
         excess = len(self._samples) + n - self._max_num_queued_reqs
         retry_after_s = 1.0
         if len(self._ended_s) > 1:  # the time in which as many requests ended lately
@@ -306,8 +284,8 @@ class AsyncEngine:
     def _send(
         self, request: Request, prompt_token_ids: Sequence[int], priority: int, cache_salt: str
     ) -> None:
-        """Expand the request into `n` core requests and send them."""
-        params = request.params
+        """Expand the request into `n` core requests and send them to its engine."""
+        params, link = request.params, self._links[request.engine]
         tokens = np.asarray(prompt_token_ids, np.int32)
         for index in range(params.n):
             handle = next(self._handles)
@@ -326,7 +304,8 @@ class AsyncEngine:
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             )
             suffix = f"-{index}" if params.n > 1 else ""
-            self._channel.send(
+            self._policy.sent(handle, link.index, tokens, cache_salt)
+            link.send(
                 AddRequest(
                     handle=handle,
                     request_id=request.request_id + suffix,
@@ -346,8 +325,10 @@ class AsyncEngine:
     ) -> None:
         """The one place where a request leaves: abort, metrics, log line."""
         live = [s.handle for s in request.samples if self._samples.pop(s.handle, None) is not None]
-        if live and self.dead is None:
-            self._channel.send(AbortRequests(live))
+        for handle in live:
+            self._policy.ended(handle)
+        if live:
+            self._links[request.engine].abort(live)
         now_s = self._clock.now()
         self._ended_s.append(now_s)
         for sample in request.samples:
@@ -355,52 +336,55 @@ class AsyncEngine:
             sample.ledger.mark(Boundary.CLOSED, now_s)
         records = [sample.record() for sample in request.samples]
         if records:
-            self.metrics.observe_request(records)
+            self.metrics.engines[request.engine].observe_request(records)
             logger.info("%s", request_line(request.request_id, records))
             if on_close is not None:
                 on_close(records)
 
     # ------------------------------------------------------------ from the core
 
-    async def _receive_all(self) -> None:
-        """The output task. Ends when the engine does."""
+    async def _receive_all(self, link: EngineLink) -> None:
+        """An engine's output task. Ends when the engine does."""
         try:
-            while self.dead is None:
-                await self._on_message(await self._channel.receive())
+            while link.dead is None:
+                await self._on_message(link, await link.receive())
                 await asyncio.sleep(0)  # a backlog must not keep the consumers waiting
         except EngineDeadError as error:
-            self._die(error)
+            self._die(link, error)
         except Exception as error:
             logger.exception("the output task failed")
-            self._die(EngineDeadError(f"cannot read the engine's outputs: {error}"))
+            self._die(link, EngineDeadError(f"cannot read the engine's outputs: {error}"))
 
-    async def _on_message(self, message: FromEngine) -> None:
+    async def _on_message(self, link: EngineLink, message: FromEngine) -> None:
         match message:
             case EngineOutputs():
-                await self._on_outputs(message)
-            case UtilityReply(call_id, result, error):
-                future = self._calls.get(call_id)
-                if future is not None and not future.done():
-                    if error is None:
-                        future.set_result(result)
-                    else:
-                        future.set_exception(TwostrokeError(error))
-            case EngineProgress():
+                await self._on_outputs(link, message)
+            case UtilityReply():
+                link.on_reply(message)
+            case EngineProgress(stage):
+                link.progress[stage] = message
                 if self._on_progress is not None:
-                    self._on_progress(message)
+                    self._on_progress(total_progress(self._links, stage))
             case EngineReady():
-                self.ready = message
-                self.max_model_len = message.max_model_len
-                self.metrics.engine_ready(message)
-                self._changed.set()
+                self._on_ready(link, message)
             case EngineDead(error):
-                self._die(EngineDeadError(f"the engine stopped: {error}"))
+                self._die(link, EngineDeadError(f"the engine stopped: {error}"))
 
-    async def _on_outputs(self, outputs: EngineOutputs) -> None:
+    def _on_ready(self, link: EngineLink, message: EngineReady) -> None:
+        link.ready = message
+        self.metrics.engines[link.index].engine_ready(message)
+        self._policy.engine_ready(link.index, (message.num_blocks - 1) * message.block_size)
+        ready = [it.ready for it in self._links if it.ready is not None]
+        if len(ready) == len(self._links):
+            self.ready = join_ready(ready)
+            self.max_model_len = self.ready.max_model_len
+            self._changed.set()
+
+    async def _on_outputs(self, link: EngineLink, outputs: EngineOutputs) -> None:
         """Hand out one step's outputs: a dictionary look-up per row, and one abort message."""
         samples = self._samples
-        step = _Step(outputs.time_s or self._clock.now(), self._clock.now())
-        logprobs = self._note(outputs)
+        step = _Step(link, outputs.time_s or self._clock.now(), self._clock.now())
+        logprobs = self._note(link, outputs)
         finished = {end.handle: end for end in outputs.finished}
         token_ids, at = outputs.token_ids.tolist(), 0
         counts = zip(outputs.handles.tolist(), outputs.num_tokens.tolist(), strict=True)
@@ -418,12 +402,13 @@ class AsyncEngine:
                 self._feed(step, sample, [], end, None)
         self._end_turn(step)
 
-    def _note(self, outputs: EngineOutputs) -> dict[int, list[TokenLogprobs]]:
+    def _note(self, link: EngineLink, outputs: EngineOutputs) -> dict[int, list[TokenLogprobs]]:
         """Everything about a step but its tokens; returns the tokens' log-probs by handle."""
         samples = self._samples
         if outputs.stats is not None:
-            self.stats = outputs.stats
-            self.metrics.observe_stats(outputs.stats)
+            link.stats = outputs.stats
+            self._policy.engine_stats(link.index, outputs.stats)
+            self.metrics.engines[link.index].observe_stats(outputs.stats)
         if (events := outputs.events) is not None:
             columns = (events.handles.tolist(), events.kinds.tolist(), events.times_s.tolist())
             for handle, kind, time_s in zip(*columns, strict=True):
@@ -450,6 +435,8 @@ class AsyncEngine:
     ) -> None:
         """Give one sample its tokens. An error here is that request's alone."""
         if token_ids:
+            if sample.last_token_s is None:
+                self._policy.first_token(sample.handle)
             step.count_token(sample)
         try:
             output = sample.feed(token_ids, finished, logprobs)
@@ -458,6 +445,7 @@ class AsyncEngine:
             output = sample.fail(f"cannot read the output: {error}")
         if output.finish_reason is not None:
             del self._samples[sample.handle]
+            self._policy.ended(sample.handle)
             sample.ledger.mark(Boundary.FINISHED, step.time_s)
             if finished is None:  # the core does not know: a stop string, or an error here
                 step.aborts.append(sample.handle)
@@ -466,22 +454,26 @@ class AsyncEngine:
     def _end_turn(self, step: "_Step") -> None:
         """Send and record what has gathered; the event loop turns to others after this."""
         if step.aborts:
-            self._channel.send(AbortRequests(step.aborts))
-        self.metrics.observe_tokens(step.first_token_s, step.inter_token_s)
+            step.link.abort(step.aborts)
+        seen = self.metrics.engines[step.link.index]
+        seen.observe_tokens(step.first_token_s, step.inter_token_s)
         step.aborts, step.first_token_s, step.inter_token_s = [], [], []
 
-    def _die(self, error: EngineDeadError) -> None:
-        """The engine is gone: everything that waits for it ends, now."""
-        if self.dead is not None:
+    def _die(self, link: EngineLink, error: EngineDeadError) -> None:
+        """An engine is gone: everything that waits for it ends, now, and nothing new is taken."""
+        if link.dead is not None:
             return
-        self.dead = error
+        if len(self._links) > 1:
+            error = EngineDeadError(f"engine {link.index}: {error.message}", hint=error.hint)
+        link.die(error)
+        self._policy.engine_died(link.index)
+        self.dead = self.dead or error
         self._changed.set()
-        for request in {sample.request for sample in self._samples.values()}:
+        lost = [s for s in self._samples.values() if s.request.engine == link.index]
+        for sample in lost:
+            del self._samples[sample.handle]
+        for request in {sample.request for sample in lost}:
             request.fail(EngineDeadError(error.message, hint=error.hint))
-        self._samples.clear()
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(EngineDeadError(error.message, hint=error.hint))
 
     async def _log_status(self) -> None:
         status = StatusLine(self._clock.now())

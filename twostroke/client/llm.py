@@ -50,13 +50,13 @@ _REFUSALS: dict[object, type[TwostrokeError]] = {2: ConfigError, 3: ModelError}
 
 
 class EngineHandle(Protocol):
-    """A running engine, as `proc.launch.start_engine` gives it."""
+    """Running engines, as `proc.launch.start_engines` gives them."""
 
     @property
-    def channel(self) -> EngineChannel: ...
+    def channels(self) -> Sequence[EngineChannel]: ...
 
     def stop(self) -> object:
-        """End the engine, and return its exit code; idempotent."""
+        """End the engines, and return the exit code of one that refused to start; idempotent."""
         ...
 
 
@@ -109,8 +109,8 @@ class LLM:
     """A model in an engine process of its own.
 
     `settings` are those of `twostroke serve`, with underscores (`max_model_len=4096`). Raises
-    ConfigError or ModelError when they or the model cannot work. `launch` starts the engine
-    (default: `proc.launch.start_engine`).
+    ConfigError or ModelError when they or the model cannot work. `launch` starts the engines
+    (default: `proc.launch.start_engines`).
     """
 
     def __init__(self, model: str = "", *, launch: Launch | None = None, **settings: Any) -> None:
@@ -120,12 +120,12 @@ class LLM:
         self._chat_template = self._load_chat_template(checkpoint)
         if launch is None:
             # The one place where client names proc: a library must start its own engine.
-            from twostroke.proc.launch import start_engine
+            from twostroke.proc.launch import start_engines
 
-            launch = start_engine
+            launch = start_engines
         handle = launch(self.config, checkpoint)
         self.engine = AsyncEngine(
-            handle.channel,
+            handle.channels,
             self.tokenizer,
             model_name=checkpoint.served_name,
             max_model_len=checkpoint.shape.max_position_embeddings,
@@ -265,7 +265,8 @@ class LLM:
                 rate = num_tokens / max(time.monotonic() - started_s, 1e-9)
                 bar.update(task, advance=1, rate=f"{rate:.1f} tok/s")
 
-            width = 4 * self.config.max_num_seqs  # enough to keep every seat taken
+            # Enough to keep every seat taken.
+            width = 4 * self.config.max_num_seqs * self.config.data_parallel_size
             return self._run(_run_jobs(self.engine, jobs, width, advance))
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -150,6 +150,7 @@ class Request:
         request_id: str,
         params: SamplingParams,
         *,
+        engine: int,
         num_prompt_tokens: int,
         max_tokens: int,
         arrival_s: float,
@@ -157,6 +158,7 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self.params = params
+        self.engine = engine  # which one runs it, all n samples
         self.num_prompt_tokens = num_prompt_tokens
         self.max_tokens = max_tokens
         self.arrival_s = arrival_s

@@ -1,10 +1,11 @@
 """API process: uvicorn on one asyncio thread, the engine client, and the watch over both.
 
-run()  ▶ engine client starts its output task
+run()  ▶ engine client starts its output tasks
        ▶ uvicorn serves at once (/v1/models and /health answer while the model loads)
-       ▶ SIGINT or SIGTERM: stop accepting, let running requests end, stop the engine, exit 0
+       ▶ SIGINT or SIGTERM: stop accepting, let running requests end, stop the engines, exit 0
          again, or time is up: what still runs ends with an error
-       ▶ engine dead: waiting clients get an error, /health says 503, exit 1
+       ▶ an engine dead: its clients get an error, those of others may finish, /health says 503,
+         nothing new is taken, exit 1
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from twostroke.config import EngineConfig, Explained
 from twostroke.errors import ConfigError, EngineDeadError
 from twostroke.metrics import Metrics
 from twostroke.proc.bars import StageBars
-from twostroke.proc.launch import EngineProcess
+from twostroke.proc.launch import EngineGroup
 
 logger = logging.getLogger("twostroke")
 
@@ -54,14 +55,16 @@ class Server(uvicorn.Server):
         self._engine = engine
         self._drain_s = drain_s
         self._ending: asyncio.Task[None] | None = None
+        self.stopped_engine = False  # whether its end is our doing, so no failure
 
-    @property
-    def stopped_engine(self) -> bool:
-        """Whether we ended the engine's requests, so that its end is no failure."""
-        return self._ending is not None
+    def drain(self) -> None:
+        """Take no more connections, give running requests their time, and end."""
+        self.should_exit = True
+        asyncio.get_running_loop().call_later(self._drain_s, self._end_requests)
 
     def _end_requests(self) -> None:
         if self._ending is None:
+            self.stopped_engine = self._engine.dead is None
             self._ending = asyncio.create_task(self._engine.close())
 
     @contextmanager
@@ -80,9 +83,8 @@ class Server(uvicorn.Server):
     def _on_signal(self, number: signal.Signals) -> None:
         if not self.should_exit:
             logger.info("%s: draining; once more stops at once", number.name)
-            self.should_exit = True
-            asyncio.get_running_loop().call_later(self._drain_s, self._end_requests)
-        elif not self.stopped_engine:
+            self.drain()
+        elif self._ending is None:
             logger.warning("%s again: stopping now", number.name)
             self._end_requests()
 
@@ -91,23 +93,23 @@ def run(
     config: EngineConfig,
     explained: Sequence[Explained],
     checkpoint: Checkpoint,
-    process: EngineProcess,
+    engines: EngineGroup,
     listener: socket.socket,
 ) -> int:
     """Serve until stopped; returns the exit code."""
-    return uvloop.run(_run(config, explained, checkpoint, process, listener))
+    return uvloop.run(_run(config, explained, checkpoint, engines, listener))
 
 
 async def _run(
     config: EngineConfig,
     explained: Sequence[Explained],
     checkpoint: Checkpoint,
-    process: EngineProcess,
+    engines: EngineGroup,
     listener: socket.socket,
 ) -> int:
     tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint, config.tokenizer)
     bars = StageBars()
-    engine = _make_engine(config, checkpoint, tokenizer, process, bars)
+    engine = _make_engine(config, checkpoint, tokenizer, engines, bars)
     engine.start()
     state = ServerState(
         engine=engine,
@@ -131,7 +133,7 @@ async def _run(
         engine,
         config.shutdown_timeout_s,
     )
-    watch = asyncio.create_task(_watch(engine, server, process, checkpoint, listener, bars))
+    watch = asyncio.create_task(_watch(engine, server, engines, checkpoint, listener, bars))
     await server.serve(sockets=[listener])
     watch.cancel()
     died = engine.dead is not None and not server.stopped_engine
@@ -143,13 +145,13 @@ def _make_engine(
     config: EngineConfig,
     checkpoint: Checkpoint,
     tokenizer: Tokenizer,
-    process: EngineProcess,
+    engines: EngineGroup,
     bars: StageBars,
 ) -> AsyncEngine:
     name = config.served_model_name or checkpoint.served_name
     shape = checkpoint.shape
     return AsyncEngine(
-        process.channel,
+        engines.channels,
         tokenizer,
         model_name=name,
         max_model_len=shape.max_position_embeddings,
@@ -159,6 +161,7 @@ def _make_engine(
         metrics=Metrics(
             model_name=name,
             prefix=config.metrics_prefix,
+            num_engines=config.data_parallel_size,
             max_model_len=shape.max_position_embeddings,
         ),
         default_seed=config.seed,
@@ -186,15 +189,15 @@ def _chat_template(
 async def _watch(
     engine: AsyncEngine,
     server: Server,
-    process: EngineProcess,
+    engines: EngineGroup,
     checkpoint: Checkpoint,
     listener: socket.socket,
     bars: StageBars,
 ) -> None:
-    """Print the start-up block once the engine is ready; end the server if the engine dies."""
+    """Print the start-up block once the engines are ready; end the server if one dies."""
     loop = asyncio.get_running_loop()
     died = asyncio.Event()
-    process.on_death(lambda: loop.call_soon_threadsafe(died.set))
+    engines.on_death(lambda: loop.call_soon_threadsafe(died.set))
     try:
         with bars:
             ready = await engine.wait_ready()
@@ -213,9 +216,9 @@ async def _watch(
     await died.wait()
     if server.should_exit:
         return
-    logger.error("the engine is gone; this server ends in %.0f s", DEAD_LINGER_S)
+    logger.error("an engine is gone; this server ends in %.0f s", DEAD_LINGER_S)
     await asyncio.sleep(DEAD_LINGER_S)
-    server.should_exit = True
+    server.drain()  # requests on other engines still get the shutdown's time
 
 
 def startup_block(rows: Sequence[tuple[str, str, str]]) -> str:

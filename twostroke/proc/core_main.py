@@ -306,6 +306,10 @@ def start_executor(launch: CoreLaunch, progress: Any) -> tuple[Executor, EngineR
     from twostroke.worker.executor import ProcessExecutor, ThreadExecutor
 
     config = launch.config
+    if config.data_parallel_size > 1:
+        from twostroke.worker.device import take_gpus
+
+        take_gpus(config, launch.engine)
     checkpoint = open_checkpoint(Path(launch.checkpoint), load_format=config.load_format)
     kind = ProcessExecutor if config.worker_process else ThreadExecutor
     executor = kind(config, checkpoint, progress=progress)

@@ -1,7 +1,8 @@
-"""Starts the engine-core process and watches it: the one place that knows about child processes.
+"""Starts engine-core processes and watches them: the one place that knows about child processes.
 
-    `EngineProcess`   the child with its sockets: start, notice its death, stop it, leave nothing
-    `serve`           bind the port, find the model, start the engine, run the HTTP side
+    `EngineProcess`   a child with its sockets: start, notice its death, stop it, leave nothing
+    `EngineGroup`     the children of one server, started and stopped together
+    `serve`           bind the port, find the model, start the engines, run the HTTP side
 
 A child gets its settings on standard input and treats the closing of that pipe as our death, so no
 orphan survives whatever kills us; we notice the child's death by waiting for it.
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -64,13 +66,13 @@ class EngineProcess:
         self.process.stdin.flush()
         self.died = threading.Event()
         self._on_death: list[Callable[[], object]] = []
-        self._stopping = False
+        self._stop_by_s: float | None = None  # set once it was told to stop
         self._watcher = threading.Thread(target=self._watch, name="watch-engine", daemon=True)
         self._watcher.start()
 
     def _watch(self) -> None:
         code = self.process.wait()
-        if not self._stopping:
+        if self._stop_by_s is None:
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             self.channel.report_death(f"the engine-core process {how}")
             self.died.set()
@@ -83,21 +85,27 @@ class EngineProcess:
         if self.died.is_set():
             callback()
 
+    def begin_stop(self, drain_s: float = 0.0) -> None:
+        """Tell it to let requests finish for `drain_s` seconds, abort the rest, then exit."""
+        if self._stop_by_s is None:
+            self._stop_by_s = time.monotonic() + drain_s + EXIT_GRACE_S
+            try:
+                self.channel.send(Shutdown(drain_s))
+            except EngineDeadError:  # it has not come up far enough to be told
+                self.process.kill()
+
     def stop(self, drain_s: float = 0.0) -> int:
-        """End the process: let requests finish for `drain_s` seconds, abort the rest, then exit.
+        """End the process (see `begin_stop`) and clean up.
 
         Returns its exit code; kills it when it does not end in time. Idempotent.
         """
-        self._stopping = True
-        if self.process.poll() is None:
-            try:
-                self.channel.send(Shutdown(drain_s))
-                self.process.wait(drain_s + EXIT_GRACE_S)
-            except EngineDeadError:  # it has not come up far enough to be told
-                self.process.kill()
-            except subprocess.TimeoutExpired:
-                logger.warning("the engine core did not stop in time; killing it")
-                self.process.kill()
+        self.begin_stop(drain_s)
+        assert self._stop_by_s is not None
+        try:
+            self.process.wait(max(0.0, self._stop_by_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            logger.warning("engine core %d did not stop in time; killing it", self.engine)
+            self.process.kill()
         code = self.process.wait()
         self._watcher.join()
         if self.process.stdin is not None:
@@ -107,16 +115,49 @@ class EngineProcess:
         return code
 
 
-def start_engine(config: EngineConfig, checkpoint: Checkpoint) -> EngineProcess:
-    """Start one engine; it loads in the background and reports through its channel."""
-    return EngineProcess(checkpoints.with_local_draft(config), checkpoint)
+class EngineGroup:
+    """The engine processes of one server: `data_parallel_size` of them."""
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+        self.processes: list[EngineProcess] = []
+        try:
+            for engine in range(config.data_parallel_size):
+                self.processes.append(EngineProcess(config, checkpoint, engine))
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def channels(self) -> list[ZmqEngineChannel]:
+        return [process.channel for process in self.processes]
+
+    def on_death(self, callback: Callable[[], object]) -> None:
+        """Call back, from a thread, for each process that ends without being told to."""
+        for process in self.processes:
+            process.on_death(callback)
+
+    def stop(self, drain_s: float = 0.0) -> int:
+        """End all processes at once. Idempotent.
+
+        Returns the exit code of the first that failed by itself, which says why it refused to start
+        (2: settings, 3: model); 0 when there is none.
+        """
+        for process in self.processes:
+            process.begin_stop(drain_s)
+        codes = [process.stop() for process in self.processes]
+        return next((code for code in codes if code > 0), 0)
+
+
+def start_engines(config: EngineConfig, checkpoint: Checkpoint) -> EngineGroup:
+    """Start the engines; they load in the background and report through their channels."""
+    return EngineGroup(checkpoints.with_local_draft(config), checkpoint)
 
 
 def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:
     """Serve a model over HTTP until told to stop; returns the exit code of `twostroke serve`.
 
     What can fail early does: the port is bound and the model found before anything is loaded. Then
-    the engine loads in its own process while this one imports its HTTP side.
+    each engine loads in its own process while this one imports its HTTP side.
     """
     log.setup(config.log_level)
     listener = _bind(config.host, config.port)
@@ -124,22 +165,21 @@ def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:
         checkpoint = _resolve(config)
         if config.trace:
             _begin_trace(config.trace)
-        process = start_engine(config, checkpoint)
+        engines = start_engines(config, checkpoint)
     except BaseException:
         listener.close()
         raise
     try:
         from twostroke.proc.api_main import run
 
-        failed = run(config, explained, checkpoint, process, listener) != 0
+        failed = run(config, explained, checkpoint, engines, listener) != 0
     finally:
-        engine_code = process.stop()
+        engine_code = engines.stop()
         listener.close()
         if config.trace:
             trace.finish(Path(config.trace))
             logger.info("trace written to %s (open it at ui.perfetto.dev)", config.trace)
-    # An engine that refused to start says why in its own exit code (2: settings, 3: model).
-    return (engine_code if engine_code > 0 else 1) if failed else 0
+    return (engine_code or 1) if failed else 0
 
 
 def _bind(host: str, port: int) -> socket.socket:

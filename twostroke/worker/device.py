@@ -31,7 +31,8 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, Fact]:
         name = f"cuda ({torch.cuda.get_device_name()})"
         return torch.device("cuda", torch.cuda.current_device()), ("Device", name, reason)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = config.cpu_threads or cores or 1
+    engines = config.data_parallel_size
+    threads = config.cpu_threads or max(1, (cores or 1) // engines)
     if threads > (most := os.cpu_count() or 1):
         raise ConfigError(
             f"--cpu-threads is {threads}; this machine has {most} logical cores",
@@ -39,8 +40,34 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, Fact]:
         )
     torch.set_num_threads(threads)
     reason = "no GPU" if config.device == "auto" else "--device"
-    reason += ", --cpu-threads" if config.cpu_threads else f", all {threads} cores given to us"
+    if config.cpu_threads:
+        reason += ", --cpu-threads"
+    elif engines > 1:
+        reason += f", {cores} cores among {engines} engines"
+    else:
+        reason += f", all {threads} cores given to us"
     return torch.device("cpu"), ("Device", f"cpu, {threads} threads", reason)
+
+
+def take_gpus(config: EngineConfig, engine: int) -> None:
+    """With several engines, let this process and its children see only those of `engine`.
+
+    Call it before CUDA is used. Raises ConfigError when there are too few; does nothing without
+    any, where `choose_device` decides.
+    """
+    count = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if count == 0 or config.data_parallel_size == 1:
+        return
+    each = config.tensor_parallel_size
+    if (wanted := config.data_parallel_size * each) > count:
+        raise ConfigError(
+            f"--data-parallel-size {config.data_parallel_size} needs {wanted} GPUs; "
+            f"torch finds {count}",
+            hint="lower it, or use --device cpu",
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(count)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[engine * each : (engine + 1) * each])
 
 
 def choose_dtype(

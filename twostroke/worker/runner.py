@@ -153,6 +153,7 @@ class ModelRunner:
         """What is left for the KV pool; on a CPU `free_bytes` were free before the weights came."""
         utilization = config.gpu_memory_utilization
         if self.device.type == "cpu":
+            utilization /= config.data_parallel_size  # the engines share the host's memory
             return pool.cpu_memory(
                 utilization,
                 free_bytes,

@@ -366,7 +366,7 @@ async def test_utility_calls_are_answered_by_number():
         channel.say(UtilityReply(second.call_id, error="no method 'bad'"))
         channel.say(UtilityReply(first.call_id, result=[{"a": 1}]))
         channel.say(UtilityReply(99, result=1))
-        assert await calls[0] == [{"a": 1}]
+        assert await calls[0] == [{"a": 1, "engine": 0}]
         with pytest.raises(TwostrokeError, match="no method"):
             await calls[1]
 

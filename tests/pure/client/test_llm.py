@@ -16,6 +16,7 @@ class Engine:
 
     def __init__(self, channel=None) -> None:
         self.channel = channel or EchoChannel()
+        self.channels = [self.channel]
         self.stopped = 0
         self.code = 0
 

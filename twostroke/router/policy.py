@@ -1,0 +1,206 @@
+"""Chooses the engine for a request, from what the front end itself sent and saw end. No I/O.
+
+The load of an engine is the work that a newcomer would find there, in tokens:
+
+    load = prompt tokens sent whose request has no first token yet, less what was to be cached
+         + DECODE_TOKENS * unfinished requests
+         + DECODE_TOKENS * waiting * 6 * max(0, KV usage - 0.5)       (of the engine's last stats)
+
+A prompt token weighs 1: it is computed before anything sent later. An unfinished request decodes
+one token a step beside the newcomer: over the hundred-odd steps of an answer at about a quarter
+of a prompt token's cost each (the weights are read anyway) that is DECODE_TOKENS, so decodes are
+balanced by their number. The last term is vLLM 0.22.1's, in tokens: where the pool is full, those
+who wait must wait for others to end. vLLM's counts come from the engines, up to 100 ms late, so a
+burst goes where it was quiet before; here every send counts at once.
+
+The engine with the least `load - cached prefix` is chosen: what is cached there is work saved. An
+engine whose load exceeds MAX_IMBALANCE * the least load + SLACK_TOKENS is no candidate, whatever
+it has cached, so a popular prefix spreads as it gets busy; ties go round.
+
+What an engine has cached is guessed: an index of the prompts sent there, block by block, of which
+the least recently sent are forgotten once they exceed its pool. A wrong guess costs time only.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twostroke.errors import EngineDeadError
+from twostroke.messages import EngineStats, Int32s
+
+DECODE_TOKENS = 32
+MAX_IMBALANCE = 1.5
+SLACK_TOKENS = 8 * DECODE_TOKENS  # so that a prefix is worth something while the others idle
+MAX_INDEX_BLOCKS = 1 << 16  # an engine; about 10 MB
+
+
+class PrefixKeys:
+    """Keys of a prompt's blocks: key i stands for all tokens up to the end of block i.
+
+    Sums of products with fixed random numbers, modulo 2^64, running on from block to block: two
+    prompts share a key with probability below 2^-40, and then one of them may go elsewhere.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._multipliers: NDArray[np.uint64] = np.empty(0, np.uint64)
+
+    def of(self, token_ids: Sequence[int] | Int32s, salt: str) -> list[int]:
+        """One key for each whole block but the last token's: that token is always computed."""
+        num_blocks = (len(token_ids) - 1) // self._block_size
+        if num_blocks <= 0:
+            return []
+        num_tokens = num_blocks * self._block_size
+        if num_tokens > len(self._multipliers):
+            # The same stream from its start, so keys stay what they were.
+            self._multipliers = np.random.Generator(np.random.PCG64(0)).integers(
+                0, 1 << 64, 2 * num_tokens, np.uint64
+            )
+        terms = np.asarray(token_ids[:num_tokens]).astype(np.uint64)
+        terms += np.uint64(1)  # else a token 0 would be like no token
+        terms *= self._multipliers[:num_tokens]
+        chain = np.cumsum(terms.reshape(num_blocks, -1).sum(axis=1, dtype=np.uint64))
+        digest = hashlib.blake2b(salt.encode(), digest_size=8).digest()
+        chain += np.frombuffer(digest, np.uint64)
+        keys: list[int] = chain.tolist()
+        return keys
+
+
+class PrefixIndex:
+    """Which blocks were lately sent to one engine: at most `capacity`, the oldest go first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._keys: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def match(self, keys: Sequence[int]) -> int:
+        """How many leading blocks it holds."""
+        return next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
+
+    def add(self, keys: Sequence[int]) -> None:
+        """The ends of prompts go before their beginnings, as in the engine's own cache."""
+        for key in reversed(keys):
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        while len(self._keys) > self.capacity:
+            self._keys.popitem(last=False)
+
+    def clear(self) -> None:
+        self._keys.clear()
+
+
+@dataclass
+class _Engine:
+    prefixes: PrefixIndex
+    is_alive: bool = True
+    prefill_tokens: int = 0
+    num_requests: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)
+
+
+@dataclass
+class _Sent:
+    engine: int
+    prefill_tokens: int  # 0 once it has its first token
+
+
+class RoutingPolicy:
+    """Counts what each of `num_engines` engines has to do, and chooses among them.
+
+    `block_size` is the grain of the prefix index, in tokens; the engines' own may differ. Requests
+    are known by `handle`, any integer unique among the unfinished; unknown ones are ignored.
+    """
+
+    def __init__(self, num_engines: int, *, block_size: int = 16) -> None:
+        self._block_size = block_size
+        self._keys = PrefixKeys(block_size)
+        self._engines = [_Engine(PrefixIndex(MAX_INDEX_BLOCKS)) for _ in range(num_engines)]
+        self._sent: dict[int, _Sent] = {}
+        self._first = 0  # the engine that wins a tie
+
+    # ------------------------------------------------------------ what it answers
+
+    def choose(self, prompt_token_ids: Sequence[int] | Int32s, cache_salt: str = "") -> int:
+        """The engine for a prompt. Changes nothing; raises EngineDeadError when none lives."""
+        count = len(self._engines)
+        rotation = [(self._first + i) % count for i in range(count)]
+        loads = {i: self.load(i) for i in rotation if self._engines[i].is_alive}
+        if len(loads) <= 1:
+            return self._only(loads)
+        keys = self._keys.of(prompt_token_ids, cache_salt)
+        bound = MAX_IMBALANCE * min(loads.values()) + SLACK_TOKENS
+
+        def score(engine: int) -> tuple[float, float]:
+            cached = self._engines[engine].prefixes.match(keys) * self._block_size
+            return loads[engine] - cached, loads[engine]
+
+        return min((i for i, load in loads.items() if load <= bound), key=score)
+
+    def load(self, engine: int) -> float:
+        """Tokens of work outstanding there, as the module's formula has it."""
+        it = self._engines[engine]
+        crowding = it.stats.num_waiting * 6 * max(0.0, it.stats.kv_usage - 0.5)
+        return it.prefill_tokens + DECODE_TOKENS * (it.num_requests + crowding)
+
+    def _only(self, living: dict[int, float]) -> int:
+        if not living:
+            raise EngineDeadError("every engine is gone")
+        return next(iter(living))
+
+    # ------------------------------------------------------------ what it is told
+
+    def engine_ready(self, engine: int, pool_tokens: int) -> None:
+        """The engine's KV pool holds that many tokens: no use in remembering more."""
+        capacity = min(MAX_INDEX_BLOCKS, pool_tokens // self._block_size)
+        self._engines[engine].prefixes.capacity = capacity
+
+    def engine_stats(self, engine: int, stats: EngineStats) -> None:
+        """What the engine last said of itself."""
+        self._engines[engine].stats = stats
+
+    def engine_died(self, engine: int) -> None:
+        """It is chosen no more, and what it had is forgotten."""
+        self._engines[engine] = _Engine(PrefixIndex(0), is_alive=False)
+        self._sent = {h: sent for h, sent in self._sent.items() if sent.engine != engine}
+
+    def prefixes_reset(self, engine: int) -> None:
+        """The engine's prefix cache is empty now."""
+        self._engines[engine].prefixes.clear()
+
+    def sent(
+        self,
+        handle: int,
+        engine: int,
+        prompt_token_ids: Sequence[int] | Int32s,
+        cache_salt: str = "",
+    ) -> None:
+        """A request was sent to an engine."""
+        it = self._engines[engine]
+        tokens = len(prompt_token_ids)
+        if len(self._engines) > 1:
+            keys = self._keys.of(prompt_token_ids, cache_salt)
+            tokens -= it.prefixes.match(keys) * self._block_size
+            it.prefixes.add(keys)
+        self._sent[handle] = _Sent(engine, tokens)
+        it.prefill_tokens += tokens
+        it.num_requests += 1
+        self._first = (engine + 1) % len(self._engines)
+
+    def first_token(self, handle: int) -> None:
+        """The request's prompt is computed."""
+        if (sent := self._sent.get(handle)) is not None:
+            self._engines[sent.engine].prefill_tokens -= sent.prefill_tokens
+            sent.prefill_tokens = 0
+
+    def ended(self, handle: int) -> None:
+        """The request finished or was aborted."""
+        if (sent := self._sent.pop(handle, None)) is not None:
+            self._engines[sent.engine].prefill_tokens -= sent.prefill_tokens
+            self._engines[sent.engine].num_requests -= 1
