@@ -35,6 +35,7 @@ from twostroke.messages import (
     EngineStats,
     Finished,
     FromEngine,
+    Int32s,
     SamplingParams,
     TokenLogprobs,
     UtilityReply,
@@ -88,6 +89,7 @@ class AsyncEngine:
     `max_model_len` is the model's own until the engine is ready and tells what it serves.
     `vocab_size` is the number of token ids that the model knows (default: the tokenizer's).
     `eos_token_ids` end a request unless it ignores EOS. `on_progress` is told how start-up goes.
+    `prefix_caching` says that the engines reuse prefixes, so that equal ones should meet again.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class AsyncEngine:
         vocab_size: int | None = None,
         default_seed: int = 0,
         max_logprobs: int = 20,
+        prefix_caching: bool = True,
         clock: Clock | None = None,
         on_progress: Callable[[EngineProgress], None] | None = None,
         status_interval_s: float = 10.0,
@@ -118,7 +121,7 @@ class AsyncEngine:
         self.ready: EngineReady | None = None
         self.dead: EngineDeadError | None = None
         self._links = [EngineLink(index, channel) for index, channel in enumerate(channels)]
-        self._policy = RoutingPolicy(len(channels))
+        self._policy = RoutingPolicy(len(channels), affinity=prefix_caching)
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_num_queued_reqs = max_num_queued_reqs
         self._default_seed = default_seed
@@ -244,17 +247,18 @@ class AsyncEngine:
             kv_tokens=self._kv_tokens,
         )
         self._admit(params.n)
+        tokens = np.asarray(prompt_token_ids, np.int32)
         request = Request(
             request_id,
             params,
-            engine=self._policy.choose(prompt_token_ids, cache_salt),
+            engine=self._policy.choose(tokens, cache_salt),
             num_prompt_tokens=len(prompt_token_ids),
             max_tokens=max_tokens,
             arrival_s=arrival_s,
             final_only=final_only,
         )
         try:
-            self._send(request, prompt_token_ids, priority, cache_salt)
+            self._send(request, tokens, priority, cache_salt)
             while request.is_open:
                 for output in await request.take():
                     if output.finish_reason is not None:
@@ -281,12 +285,9 @@ class AsyncEngine:
             hint="try again later or restart with a larger --max-num-queued-reqs",
         )
 
-    def _send(
-        self, request: Request, prompt_token_ids: Sequence[int], priority: int, cache_salt: str
-    ) -> None:
+    def _send(self, request: Request, tokens: Int32s, priority: int, cache_salt: str) -> None:
         """Expand the request into `n` core requests and send them to its engine."""
         params, link = request.params, self._links[request.engine]
-        tokens = np.asarray(prompt_token_ids, np.int32)
         for index in range(params.n):
             handle = next(self._handles)
             sample = Sample(request, index, handle, self.tokenizer)

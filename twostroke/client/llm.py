@@ -133,6 +133,7 @@ class LLM:
             max_num_queued_reqs=_UNBOUNDED,
             vocab_size=checkpoint.shape.vocab_size,
             default_seed=self.config.seed,
+            prefix_caching=self.config.enable_prefix_caching,
             status_interval_s=0,
         )
         self._loop = asyncio.new_event_loop()

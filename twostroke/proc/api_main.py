@@ -165,6 +165,7 @@ def _make_engine(
             max_model_len=shape.max_position_embeddings,
         ),
         default_seed=config.seed,
+        prefix_caching=config.enable_prefix_caching,
         on_progress=lambda progress: bars.show(progress.stage, progress.done, progress.total),
     )
 

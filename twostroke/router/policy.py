@@ -4,7 +4,7 @@ The load of an engine is the work that a newcomer would find there, in tokens:
 
     load = prompt tokens sent whose request has no first token yet, less what was to be cached
          + DECODE_TOKENS * unfinished requests
-         + DECODE_TOKENS * waiting * 6 * max(0, KV usage - 0.5)       (of the engine's last stats)
+         + DECODE_TOKENS * waiting * 6 * max(0, KV usage - 0.5)     (by the engine's latest stats)
 
 A prompt token weighs 1: it is computed before anything sent later. An unfinished request decodes
 one token a step beside the newcomer: over the hundred-odd steps of an answer at about a quarter
@@ -114,12 +114,14 @@ class _Sent:
 class RoutingPolicy:
     """Counts what each of `num_engines` engines has to do, and chooses among them.
 
-    `block_size` is the grain of the prefix index, in tokens; the engines' own may differ. Requests
-    are known by `handle`, any integer unique among the unfinished; unknown ones are ignored.
+    Requests are known by `handle`, any integer unique among the unfinished; unknown ones are
+    ignored. `block_size` is the grain of the prefix index, in tokens; the engines' own may differ.
+    Engines without a prefix cache have no `affinity`.
     """
 
-    def __init__(self, num_engines: int, *, block_size: int = 16) -> None:
+    def __init__(self, num_engines: int, *, block_size: int = 16, affinity: bool = True) -> None:
         self._block_size = block_size
+        self._affinity = affinity and num_engines > 1
         self._keys = PrefixKeys(block_size)
         self._engines = [_Engine(PrefixIndex(MAX_INDEX_BLOCKS)) for _ in range(num_engines)]
         self._sent: dict[int, _Sent] = {}
@@ -134,7 +136,7 @@ class RoutingPolicy:
         loads = {i: self.load(i) for i in rotation if self._engines[i].is_alive}
         if len(loads) <= 1:
             return self._only(loads)
-        keys = self._keys.of(prompt_token_ids, cache_salt)
+        keys = self._keys.of(prompt_token_ids, cache_salt) if self._affinity else []
         bound = MAX_IMBALANCE * min(loads.values()) + SLACK_TOKENS
 
         def score(engine: int) -> tuple[float, float]:
@@ -146,7 +148,8 @@ class RoutingPolicy:
     def load(self, engine: int) -> float:
         """Tokens of work outstanding there, as the module's formula has it."""
         it = self._engines[engine]
-        crowding = it.stats.num_waiting * 6 * max(0.0, it.stats.kv_usage - 0.5)
+        waiting = min(it.stats.num_waiting, it.num_requests)  # what has ended waits no more
+        crowding = waiting * 6 * max(0.0, it.stats.kv_usage - 0.5)
         return it.prefill_tokens + DECODE_TOKENS * (it.num_requests + crowding)
 
     def _only(self, living: dict[int, float]) -> int:
@@ -184,7 +187,7 @@ class RoutingPolicy:
         """A request was sent to an engine."""
         it = self._engines[engine]
         tokens = len(prompt_token_ids)
-        if len(self._engines) > 1:
+        if self._affinity:
             keys = self._keys.of(prompt_token_ids, cache_salt)
             tokens -= it.prefixes.match(keys) * self._block_size
             it.prefixes.add(keys)

@@ -55,7 +55,12 @@ class Served:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def core(self) -> psutil.Process:
-        return next(p for p in self.descendants() if "twostroke.proc.core_main" in p.cmdline())
+        return self.cores()[0]
+
+    def cores(self) -> list[psutil.Process]:
+        """The engine-core processes, in the order of their start, which is the engines' order."""
+        cores = [p for p in self.descendants() if "twostroke.proc.core_main" in p.cmdline()]
+        return sorted(cores, key=lambda process: process.pid)
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=30)

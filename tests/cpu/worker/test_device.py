@@ -1,5 +1,7 @@
 """Choices of device and number format come with their reasons."""
 
+import os
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.shape import from_hf_config
 from twostroke.testing.tiny_model import tiny_config
-from twostroke.worker.device import choose_device, choose_dtype, estimate_activations
+from twostroke.worker.device import choose_device, choose_dtype, estimate_activations, take_gpus
 
 CPU = torch.device("cpu")
 
@@ -45,6 +47,47 @@ def test_threads_of_a_cpu():
 def test_more_threads_than_the_machine_can_run_are_refused():
     with pytest.raises(ConfigError, match=r"--cpu-threads is 100000; this machine has \d+"):
         choose_device(EngineConfig(device="cpu", cpu_threads=100_000))
+
+
+def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(6), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    try:
+        for engines, threads in ((2, 3), (4, 1), (8, 1)):
+            config = EngineConfig(device="cpu", data_parallel_size=engines)
+            _, fact = choose_device(config)
+            assert torch.get_num_threads() == threads
+            reason = f"--device, 6 cores among {engines} engines"
+            assert fact == ("Device", f"cpu, {threads} threads", reason)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [("", ["0", "1"]), ("4,7", ["4", "7"]), ("GPU-a,GPU-b", ["GPU-a", "GPU-b"])],
+)
+def test_each_engine_has_gpus_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, visible: str, seen: list[str]
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for engine in range(2):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        take_gpus(EngineConfig(data_parallel_size=2), engine)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == seen[engine]
+
+
+def test_gpus_are_left_alone_or_too_few(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    take_gpus(EngineConfig(), 0)
+    take_gpus(EngineConfig(data_parallel_size=2, device="cpu"), 1)
+    with pytest.raises(ConfigError, match=r"size 2 needs 2 GPUs; torch finds 1"):
+        take_gpus(EngineConfig(data_parallel_size=2), 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    take_gpus(EngineConfig(data_parallel_size=2), 1)
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")

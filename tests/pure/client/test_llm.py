@@ -12,11 +12,11 @@ from twostroke.testing.tiny_model import write_tiny_checkpoint
 
 
 class Engine:
-    """A handle whose channel answers with the prompt."""
+    """A handle whose channels answer with the prompt, unless others are given."""
 
-    def __init__(self, channel=None) -> None:
-        self.channel = channel or EchoChannel()
-        self.channels = [self.channel]
+    def __init__(self, *channels) -> None:
+        self.channels = channels or (EchoChannel(),)
+        self.channel = self.channels[0]
         self.stopped = 0
         self.code = 0
 
@@ -52,6 +52,16 @@ def test_prompts_of_every_kind(llm):
     assert result.prompt == "ab"
     assert sum(result.metrics.intervals_s.values()) == pytest.approx(result.metrics.latency_s)
     assert llm.generate([], params) == []
+
+
+def test_several_engines_share_the_prompts(checkpoint):
+    engine = Engine(EchoChannel(), EchoChannel())
+    settings = {"data_parallel_size": 2, "max_num_seqs": 1}
+    with LLM(checkpoint, launch=lambda config, at: engine, **settings) as llm:
+        prompts = [f"{i:03}" for i in range(10)]
+        results = llm.generate(prompts, SamplingParams(max_tokens=3), use_tqdm=False)
+    assert [r.outputs[0].text for r in results] == prompts
+    assert [len(channel.added) for channel in engine.channels] == [5, 5]
 
 
 def test_many_prompts_keep_their_order_and_parameters(llm, capsys):

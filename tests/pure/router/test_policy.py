@@ -92,11 +92,18 @@ def test_a_popular_prefix_spreads_when_its_engine_is_busy():
 
 def test_requests_that_wait_for_kv_weigh_more():
     policy = RoutingPolicy(2)
-    policy.engine_stats(0, EngineStats(num_waiting=2, kv_usage=1.0))
-    assert policy.load(0) == DECODE_TOKENS * 2 * 6 * 0.5
-    assert [send(policy, i, prompt(i, 40)) for i in range(2)] == [1, 1]
-    policy.engine_stats(0, EngineStats(num_waiting=2, kv_usage=0.4))
-    assert policy.load(0) == 0
+    for handle in range(2):
+        policy.sent(handle, 0, [1])
+        policy.first_token(handle)
+    policy.engine_stats(0, EngineStats(num_waiting=1, kv_usage=1.0))
+    assert policy.load(0) == DECODE_TOKENS * (2 + 6 * 0.5)
+    assert [send(policy, i, prompt(i, 10)) for i in range(2, 5)] == [1, 1, 1]
+    policy.engine_stats(0, EngineStats(num_waiting=1, kv_usage=0.4))
+    assert policy.load(0) == DECODE_TOKENS * 2
+    policy.engine_stats(0, EngineStats(num_waiting=1, kv_usage=1.0))
+    for handle in range(2):
+        policy.ended(handle)
+    assert policy.load(0) == 0  # whatever the engine last said
 
 
 def test_what_was_reset_or_fell_out_of_the_pool_attracts_nothing():
@@ -127,6 +134,13 @@ def test_the_dead_are_never_chosen():
     policy.engine_died(1)
     with pytest.raises(EngineDeadError, match="every engine"):
         policy.choose(shared)
+
+
+def test_without_a_prefix_cache_there_is_no_affinity():
+    policy = RoutingPolicy(2, affinity=False)
+    for handle in range(4):
+        assert send(policy, handle, prompt(0)) == handle % 2
+        policy.ended(handle)
 
 
 def test_one_engine_needs_no_keys():
@@ -202,6 +216,4 @@ def test_random_lives(num_engines: int, steps: list[tuple[str, int]]):
             open_on.pop(handle, None)
     for handle in open_on:
         policy.ended(handle)
-    for engine in alive:
-        policy.engine_stats(engine, EngineStats())
     assert [policy.load(i) for i in range(num_engines)] == [0] * num_engines
