@@ -40,7 +40,8 @@ def test_two_engines_serve_as_one(tiny_dir: Path, tmp_path: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda prompt: complete(served, prompt), PROMPTS))
         assert [answer["choices"][0]["text"] for answer in answers] == alone
-        assert served_by(served) == [4, 4]
+        assert sum(served_by(served)) == 8
+        assert min(served_by(served)) >= 2
 
         before = served_by(served)
         long = "a prompt that is long enough to fill several blocks of the cache " * 4
@@ -71,7 +72,7 @@ def test_one_engine_is_killed(tmp_path: Path) -> None:
         streaming = threading.Barrier(3, timeout=30)
 
         def stream(name: str) -> None:
-            body = {"prompt": name, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+            body = {"prompt": name, "max_tokens": 800, "ignore_eos": True, "stream": True}
             ends[name] = []
             with (
                 served.client() as client,
