@@ -183,3 +183,39 @@ async def test_random_requests_with_random_aborts_over_real_cores():
     await engine.close()
     for channel in channels:
         channel.close()
+
+
+class Deaf(ScriptedChannel):
+    """An engine that is gone before anybody has said so: nothing can be sent."""
+
+    is_gone = False
+
+    def send(self, message) -> None:
+        if self.is_gone:
+            raise EngineDeadError("the engine is not connected")
+        super().send(message)
+
+
+async def test_what_cannot_be_sent_fails_and_leaves_nothing():
+    channels = [Deaf(ready(0)), ScriptedChannel(ready(1))]
+    async with running(channels) as engine:
+        task = asyncio.create_task(collect(engine))
+        await until(lambda: channels[0].added)
+        channels[0].is_gone = True
+        task.cancel()  # its abort cannot be sent, which is no error
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        results = await asyncio.gather(
+            *(collect(engine, final_only=True) for _ in range(2)),
+            _answer(channels[1]),
+            return_exceptions=True,
+        )
+        assert [type(result) for result in results[:2]] == [list, EngineDeadError]
+        assert engine.num_unfinished == 0
+        assert [engine._policy.load(i) for i in range(2)] == [0, 0]
+
+
+async def _answer(channel: ScriptedChannel) -> None:
+    await until(lambda: channel.added)
+    handle = channel.added[0].handle
+    channel.say(outputs({handle: b"ok"}, [(handle, LENGTH)]))
