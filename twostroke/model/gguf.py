@@ -79,7 +79,7 @@ class GgufSource:
         columns = part[-1] if len(part) == len(shape) else slice(0, shape[-1])
         first, last = columns.start // kind.block_size, -(-columns.stop // kind.block_size)
         blocks = stored.view(*shape[:-1], -1, kind.block_bytes)
-        blocks = blocks[(*part[: len(shape) - 1], ..., slice(first, last), slice(None))]
+        blocks = blocks[part[: len(shape) - 1]][..., first:last, :]
         stored = blocks.flatten()
         values = dequantise(stored, kind, self._dtype).view(*blocks.shape[:-2], -1)
         start = first * kind.block_size
