@@ -168,8 +168,8 @@ def check_parallel_size(size: int, shape: ModelShape) -> None:
     possible = parallel_sizes(shape)
     if size not in possible:
         raise ConfigError(
-            f"--tensor-parallel-size is {size}; it must divide the model's {shape.num_heads} heads "
-            f"and divide its {shape.num_kv_heads} KV heads or be a multiple of them",
+            f"--tensor-parallel-size is {size}; it must divide the model's {shape.num_heads} "
+            f"heads, and divide or be a multiple of its {shape.num_kv_heads} KV heads",
             hint=f"possible: {', '.join(map(str, possible))}",
         )
 

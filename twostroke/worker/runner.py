@@ -79,19 +79,7 @@ class ModelRunner:
         pool.wanted_length(config, shape.max_position_embeddings)  # wrong: say so before loading
         # On a CPU all ranks share it: look before any of them has begun to load.
         free_bytes = group.minimum(pool.available_memory()) // group.size
-        start_s = time.monotonic()
-        self.model: DecoderModel = load_model(
-            checkpoint,
-            dtype=dtype,
-            device=self.device,
-            seed=config.seed,
-            progress=progress,
-            group=group,
-        )
-        weights = f"loaded in {time.monotonic() - start_s:.1f} s"
-        weights += f" on each of {group.size} ranks" if group.size > 1 else ""
-        weights_fact = ("Weights", pool.bytes_text(self.model.weight_bytes), weights)
-
+        self.model, weights_fact = self._load(config, checkpoint, dtype, progress)
         draft = self._load_draft(config, shape, dtype, progress)
         self._weight_bytes = self.model.weight_bytes + (draft.weight_bytes if draft else 0)
 
@@ -109,8 +97,7 @@ class ModelRunner:
         self.num_blocks = size.num_blocks
         self.max_model_len = size.max_model_len
         self.facts: list[Fact] = [device_fact, dtype_fact, weights_fact, *size.facts]
-        if group.size > 1:
-            self.facts.append(self._parallel_fact())
+        self.facts += self._parallel_facts()
 
         self.kv_pool = pool.allocate_pool(size.num_blocks, layout, dtype, self.device)
         self.attention = make_attention(
@@ -134,6 +121,27 @@ class ModelRunner:
         self._reports_drafts = not config.async_scheduling
         self.drafter = self._make_drafter(config, draft, draft_layout)
         self._warm_up(progress)
+
+    def _load(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        progress: Progress | None,
+    ) -> tuple[DecoderModel, Fact]:
+        start_s = time.monotonic()
+        model = load_model(
+            checkpoint,
+            dtype=dtype,
+            device=self.device,
+            seed=config.seed,
+            progress=progress,
+            group=self.group,
+        )
+        reason = f"loaded in {time.monotonic() - start_s:.1f} s"
+        if self.group.size > 1:
+            reason += f" on each of {self.group.size} ranks"
+        return model, ("Weights", pool.bytes_text(model.weight_bytes), reason)
 
     def _load_draft(
         self,
@@ -170,14 +178,16 @@ class ModelRunner:
         self.facts.append(("Drafts", most, f"--speculative-model {name}, {weights} weights"))
         return ModelDrafter(draft, draft_pool, self.seats)
 
-    def _parallel_fact(self) -> Fact:
+    def _parallel_facts(self) -> list[Fact]:
         shape, shard = self.model.shape, self.model.shard
+        if shard.size == 1:
+            return []
         heads = f"{shard.num_heads} of {shape.num_heads} heads"
         kv_heads = f"{shard.num_kv_heads} of {shape.num_kv_heads} KV heads"
         reason = f"--tensor-parallel-size; each has {heads} and {kv_heads}"
         if shape.num_experts:
             reason += f", and its share of {shape.num_experts} experts"
-        return "Tensor parallel", f"{shard.size} ranks", reason
+        return [("Tensor parallel", f"{shard.size} ranks", reason)]
 
     def _memory(self, config: EngineConfig, free_bytes: int, activation_bytes: int) -> pool.Memory:
         """What is left for the KV pool, on the rank with the least.

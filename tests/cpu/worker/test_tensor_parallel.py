@@ -142,7 +142,7 @@ def test_a_size_that_does_not_divide_is_refused_at_once(tmp_path: Path):
         tmp_path, num_attention_heads=9, num_key_value_heads=3, hidden_size=72, head_dim=8
     )
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(ConfigError, match=r"is 2; .* 9 heads .* 3 KV heads .*possible: 1, 3, 9$"):
+    with pytest.raises(ConfigError, match=r"is 2; .* 9 heads, .* 3 KV heads; possible: 1, 3, 9$"):
         start(path)
     assert set(os.listdir("/proc/self/fd")) == before
 
