@@ -83,7 +83,9 @@ class EngineConfig:
     seed: int = _setting(0, "seed of requests that bring none, and of dummy weights")
     # device
     device: Literal["auto", "cpu", "cuda"] = _setting("auto", "where the model runs")
-    cpu_threads: int = _setting(0, "threads of each engine on a CPU; 0: all cores given", minimum=0)
+    cpu_threads: int = _setting(
+        0, "threads of each engine on a CPU, over all its workers; 0: all cores given", minimum=0
+    )
     tensor_parallel_size: int = _setting(1, "workers that share each layer", minimum=1)
     data_parallel_size: int = _setting(
         1, "engines behind one server, each with the whole model", minimum=1
@@ -94,7 +96,7 @@ class EngineConfig:
     gpu_memory_utilization: float = _setting(
         0.9, "share of the device's (on a CPU: of the free) memory that weights and KV may take"
     )
-    kv_cache_memory_bytes: int = _setting(0, "size of the KV pool; 0: derived", minimum=0)
+    kv_cache_memory_bytes: int = _setting(0, "size of each worker's KV pool; 0: derived", minimum=0)
     num_gpu_blocks_override: int = _setting(0, "number of KV blocks; 0: derived", minimum=0)
     enable_prefix_caching: bool = _setting(True, "reuse the KV of equal prefixes")
     # scheduling
@@ -329,10 +331,6 @@ def _check(config: EngineConfig) -> None:
             f"must hold the longest prompt (--max-model-len {config.max_model_len or 'unset'})",
             hint="set --max-model-len to at most --max-num-batched-tokens",
         )
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"--tensor-parallel-size is {config.tensor_parallel_size}; this release runs 1 worker"
-        )
     _check_speculation(config)
     if not 0 <= config.shutdown_timeout_s <= MAX_SHUTDOWN_TIMEOUT_S:
         raise ConfigError(
@@ -348,6 +346,12 @@ def _check_speculation(config: EngineConfig) -> None:
             f"--speculative-method is {config.speculative_method} and --speculative-model "
             f"{config.speculative_model or 'empty'}",
             hint="a draft model needs both: --speculative-method draft_model and the model",
+        )
+    if drafting and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"a draft model does not work with --tensor-parallel-size "
+            f"{config.tensor_parallel_size}",
+            hint="use --speculative-method ngram, or one worker",
         )
     if config.prompt_lookup_min > config.prompt_lookup_max:
         raise ConfigError(

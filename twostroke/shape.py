@@ -140,6 +140,22 @@ def num_parameters(shape: ModelShape) -> int:
     return sum(math.prod(dims) for dims in tensor_shapes(shape).values())
 
 
+def parallel_sizes(shape: ModelShape) -> list[int]:
+    """Numbers of tensor-parallel ranks that can share the model.
+
+    Each has as many query heads as the others, and the whole KV heads that those read; with more
+    ranks than KV heads, one of them.
+    """
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    return [
+        size
+        for size in range(1, heads + 1)
+        if heads % size == 0
+        and (kv_heads % size == 0 or size % kv_heads == 0)
+        and size <= shape.intermediate_size
+    ]
+
+
 class _Keys:
     """Reads checked values from a config and names the key in every error.
 

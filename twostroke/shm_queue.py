@@ -88,6 +88,10 @@ class _Counter:
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
 
+    def any(self) -> bool:
+        """Whether `take` would not have to wait."""
+        return self._have > 0 or bool(self._poll.poll(0))
+
     def take(self, check: Check | None) -> None:
         """Take one; wait for it. `check` is called now and then while waiting."""
         if not self._have:
@@ -154,6 +158,10 @@ class ShmReader(_Side):
         super().__init__(ring)
         self._chunks = _Counter(ring.chunks[index])
         self._space_fd = ring.space[index]
+
+    def ready(self) -> bool:
+        """Whether a message, or its beginning, is there."""
+        return self._chunks.any()
 
     def get(self, check: Check | None = None) -> bytes:
         """The next message; waits for it. `check` may raise to give up, as in `ShmWriter.put`."""

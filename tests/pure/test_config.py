@@ -71,11 +71,16 @@ def test_a_secret_is_used_but_not_shown():
         ({"offline": "maybe"}, "it must be true or false"),
         ({"max_num_batched_tokens": 8}, "less than --max-num-seqs 64"),
         ({"enable_chunked_prefill": False}, "without chunked prefill"),
-        ({"tensor_parallel_size": 2}, "this release runs 1 worker"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size is 0; it must be at least 1"),
         ({"shutdown_timeout_s": -1}, "at least 0"),
         ({"shutdown_timeout_s": "inf"}, "at most 86400"),
         ({"shutdown_timeout_s": "nan"}, "at most 86400"),
         ({"speculative_method": "draft_model"}, "a draft model needs both"),
+        (
+            {"tensor_parallel_size": 2}
+            | {"speculative_method": "draft_model", "speculative_model": "x"},
+            "a draft model does not work with --tensor-parallel-size 2; use .* ngram",
+        ),
         ({"speculative_model": "x"}, "method is none and --speculative-model x"),
         ({"prompt_lookup_min": 9}, "--prompt-lookup-min is 9, more than --prompt-lookup-max 5"),
         ({"num_speculative_tokens": 0}, "at least 1"),

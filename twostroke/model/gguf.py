@@ -9,6 +9,7 @@ from torch import Tensor
 
 from twostroke.gguf_header import TensorInfo, read_gguf
 from twostroke.model.dequantise import dequantise
+from twostroke.model.weights import ALL, Part
 from twostroke.shape import ModelShape
 
 _TOP = {
@@ -43,7 +44,7 @@ _EXPERTS = {
 _NOT_WEIGHTS = {"rope_freqs.weight"}
 
 
-class _Part(NamedTuple):
+class _Weight(NamedTuple):
     """A weight within a stored tensor: all of it, or one expert's slice."""
 
     info: TensorInfo
@@ -58,22 +59,31 @@ class GgufSource:
         self._file = read_gguf(path)
         self._shape = shape
         self._dtype = dtype
-        self._parts: dict[str, _Part] = {}
+        self._weights: dict[str, _Weight] = {}
         for info in self._file.tensors.values():
             if info.name not in _NOT_WEIGHTS:
-                self._parts.update(_parts(info))
-        self._shapes = {name: part.shape for name, part in self._parts.items()}
+                self._weights.update(_weights(info))
+        self._shapes = {name: weight.shape for name, weight in self._weights.items()}
         self.total_bytes = sum(info.num_bytes for info in self._file.tensors.values())
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str) -> tuple[Tensor, int]:
-        info, shape, expert = self._parts[name]
+    def read(self, name: str, part: Part = ALL) -> tuple[Tensor, int]:
+        info, shape, expert = self._weights[name]
         stored = torch.from_numpy(self._file.bytes_of(info))
         if expert is not None:
             stored = stored.view(info.shape[0], -1)[expert]
-        values = dequantise(stored, info.kind, self._dtype).view(shape)
+        # Blocks lie within rows, the last dimension; those that the part touches are converted.
+        kind = info.kind
+        columns = part[-1] if len(part) == len(shape) else slice(0, shape[-1])
+        first, last = columns.start // kind.block_size, -(-columns.stop // kind.block_size)
+        blocks = stored.view(*shape[:-1], -1, kind.block_bytes)
+        blocks = blocks[part[: len(shape) - 1]][..., first:last, :]
+        stored = blocks.flatten()
+        values = dequantise(stored, kind, self._dtype).view(*blocks.shape[:-2], -1)
+        start = first * kind.block_size
+        values = values[..., columns.start - start : columns.stop - start]
         if self._shape.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
             # convert_hf_to_gguf.py stores the q and k rows of Llama and Mistral in pairs, those
             # of Qwen as they are.
@@ -82,25 +92,25 @@ class GgufSource:
 
     def close(self) -> None:
         """The mapping ends with the last tensor that shares it."""
-        self._parts.clear()
+        self._weights.clear()
 
 
-def _parts(info: TensorInfo) -> Iterator[tuple[str, _Part]]:
+def _weights(info: TensorInfo) -> Iterator[tuple[str, _Weight]]:
     """Hugging Face names of what a GGUF tensor holds; an unknown one keeps its own name."""
     base, _, kind = info.name.rpartition(".")
     pieces = base.split(".", 2)
     if base in _TOP:
-        yield f"{_TOP[base]}.{kind}", _Part(info, info.shape, None)
+        yield f"{_TOP[base]}.{kind}", _Weight(info, info.shape, None)
     elif len(pieces) == 3 and pieces[0] == "blk" and pieces[2] in _LAYER:
         name = f"model.layers.{pieces[1]}.{_LAYER[pieces[2]]}.{kind}"
-        yield name, _Part(info, info.shape, None)
+        yield name, _Weight(info, info.shape, None)
     elif len(pieces) == 3 and pieces[0] == "blk" and pieces[2] in _EXPERTS and len(info.shape) == 3:
         prefix = f"model.layers.{pieces[1]}.mlp.experts"
         for expert in range(info.shape[0]):
             name = f"{prefix}.{expert}.{_EXPERTS[pieces[2]]}.{kind}"
-            yield name, _Part(info, info.shape[1:], expert)
+            yield name, _Weight(info, info.shape[1:], expert)
     else:
-        yield info.name, _Part(info, info.shape, None)
+        yield info.name, _Weight(info, info.shape, None)
 
 
 def _out_of_pairs(rows: Tensor, head_dim: int) -> Tensor:

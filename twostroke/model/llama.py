@@ -8,6 +8,9 @@ h, the sum of what the layers add, is kept in float32: in bfloat16 every additio
 8 bits. So are the logits, whose steps in bfloat16 (0.125 for values over 16) make ties of tokens
 that are none. The matrix products run in the model's type.
 
+A rank of a tensor-parallel group holds its part of the weights; what it adds to `h` is then a
+summand, and the ranks' sum is (see `parallel`).
+
 It knows nothing of requests, blocks or batches: the step's tokens come as one row of T, and an
 `Attention` looks after which may see which. Shape letters: see `layers`.
 """  # noqa: E501
@@ -20,6 +23,7 @@ from torch import Tensor
 
 from twostroke.model.layers import Attention, Linear, Mlp, Rotary, rms_norm, rotate
 from twostroke.model.moe import SparseMlp
+from twostroke.model.parallel import ALONE, Group, Shard
 from twostroke.shape import ModelShape
 
 
@@ -45,9 +49,12 @@ class DecoderModel:
         layers: list[Layer],
         final_norm: Tensor,
         lm_head: Linear,
+        group: Group = ALONE,
     ) -> None:
-        """`embedding` is [vocab, hidden]; `lm_head` maps hidden to vocab."""
+        """`embedding` is [vocab, hidden]; `lm_head` maps hidden to vocab. All are a rank's part."""
         self.shape = shape
+        self.shard = Shard(shape, group.rank, group.size)
+        self._group = group
         self._embedding = embedding
         self._layers = layers
         self._final_norm = final_norm
@@ -63,24 +70,40 @@ class DecoderModel:
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """token_ids and positions [T] int64 -> hidden states [T, hidden] after the final norm."""
-        shape, eps = self.shape, self.shape.rms_norm_eps
-        rotated = shape.num_heads + shape.num_kv_heads
-        heads = (-1, rotated + shape.num_kv_heads, shape.head_dim)
+        head_dim, eps = self.shape.head_dim, self.shape.rms_norm_eps
+        num_heads, num_kv_heads = self.shard.num_heads, self.shard.num_kv_heads
+        rotated = num_heads + num_kv_heads
+        heads = (-1, rotated + num_kv_heads, head_dim)
+        all_reduce = self._group.all_reduce
         rotations = self._rotary.rotations(positions)
         dtype = self._embedding.dtype
-        h = F.embedding(token_ids, self._embedding).float()
+        h = self._embed(token_ids).float()
         for i, layer in enumerate(self._layers):
             qkv = layer.qkv(rms_norm(h, layer.input_norm, eps).to(dtype)).view(heads)
             qk, v = qkv[:, :rotated], qkv[:, rotated:]
             if layer.qk_norm is not None:
-                qk = F.rms_norm(qk, (shape.head_dim,), None, eps) * layer.qk_norm
+                qk = F.rms_norm(qk, (head_dim,), None, eps) * layer.qk_norm
             qk = rotate(qk, rotations)
-            attended = attention(i, qk[:, : shape.num_heads], qk[:, shape.num_heads :], v)
-            h += layer.output(attended)
-            h += layer.mlp(rms_norm(h, layer.mlp_norm, eps).to(dtype))
+            attended = attention(i, qk[:, :num_heads], qk[:, num_heads:], v)
+            h += all_reduce(layer.output(attended))
+            h += all_reduce(layer.mlp(rms_norm(h, layer.mlp_norm, eps).to(dtype)))
         return rms_norm(h, self._final_norm, eps).to(dtype)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [R, hidden] -> logits [R, vocab], float32."""
-        return self._lm_head.in_float32(hidden)
+        """Hidden states [R, hidden] -> logits [R, vocab], float32; [0, vocab] but on rank 0."""
+        vocab_size = self.shape.vocab_size
+        parts = self._group.gather(self._lm_head.in_float32(hidden))
+        if len(parts) == 1:
+            return parts[0]
+        if not parts:
+            return hidden.new_empty((0, vocab_size), dtype=torch.float32)
+        return torch.cat(parts, -1)[:, :vocab_size].contiguous()
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if self.shard.size == 1:
+            return F.embedding(token_ids, self._embedding)
+        rows = token_ids - self.shard.rank * len(self._embedding)
+        elsewhere = (rows < 0) | (rows >= len(self._embedding))
+        embedded = F.embedding(rows.masked_fill_(elsewhere, 0), self._embedding)
+        return self._group.all_reduce(embedded.masked_fill_(elsewhere[:, None], 0))

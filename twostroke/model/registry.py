@@ -1,7 +1,8 @@
 """From a checkpoint to a model: picks the weights' source and fuses what runs fused.
 
 q, k and v become one matrix, gate and up another. Each is allocated once in its final type and
-place and filled piece by piece, so loading never holds more than a few tensors twice.
+place and filled piece by piece, so loading never holds more than a few tensors twice. A rank of a
+tensor-parallel group reads its part alone (see `parallel`).
 """
 
 import threading
@@ -17,7 +18,15 @@ from twostroke.model.layers import Linear, Mlp, in_pairs
 from twostroke.model.llama import DecoderModel, Layer
 from twostroke.model.memory import keep_freed_memory
 from twostroke.model.moe import SparseMlp
-from twostroke.model.weights import DummySource, SafetensorsSource, WeightSource, check_tensors
+from twostroke.model.parallel import ALONE, Group, Shard
+from twostroke.model.weights import (
+    ALL,
+    DummySource,
+    Part,
+    SafetensorsSource,
+    WeightSource,
+    check_tensors,
+)
 from twostroke.shape import ModelShape
 
 
@@ -28,18 +37,20 @@ def load_model(
     device: torch.device,
     seed: int = 0,
     progress: Progress | None = None,
+    group: Group = ALONE,
 ) -> DecoderModel:
-    """Read a checkpoint's weights into a model in `dtype` on `device`.
+    """Read a checkpoint's weights into a model in `dtype` on `device`: those of a rank of `group`.
 
-    `seed` is that of dummy weights; `progress` gets ("weights", bytes read, bytes in all). Raises
-    ModelError naming the file and the tensor that is missing, left over or wrong.
+    `seed` is that of dummy weights; `progress` gets ("weights", bytes read, bytes in all), where
+    the other ranks are taken to be as far. Raises ModelError naming the file and the tensor that
+    is missing, left over or wrong.
     """
     if device.type == "cpu":
         keep_freed_memory()
     source = _open_source(checkpoint, dtype, seed)
     try:
         check_tensors(source, checkpoint.shape, checkpoint.path)
-        return _Builder(checkpoint.shape, source, dtype, device, progress).model()
+        return _Builder(checkpoint.shape, source, dtype, device, progress, group).model()
     finally:
         source.close()
 
@@ -62,8 +73,11 @@ class _Builder:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None,
+        group: Group,
     ) -> None:
         self._shape = shape
+        self._group = group
+        self._shard = Shard(shape, group.rank, group.size)
         self._source = source
         self._dtype = dtype
         self._device = device
@@ -85,33 +99,47 @@ class _Builder:
             torch.set_num_threads(threads)
         if self._progress is not None:
             self._progress("weights", self._source.total_bytes, self._source.total_bytes)
-        return DecoderModel(self._shape, embedding, layers, final_norm, head)
+        return DecoderModel(self._shape, embedding, layers, final_norm, head, self._group)
 
     @torch.inference_mode()
     def _ends(self) -> tuple[Tensor, Tensor, Linear]:
         """Embedding, final norm and LM head."""
-        embedding = self._tensor("model.embed_tokens.weight")
+        embedding = self._vocabulary("model.embed_tokens.weight")
         tied = self._shape.tie_word_embeddings
-        head = Linear(embedding if tied else self._tensor("lm_head.weight"))
+        head = Linear(embedding if tied else self._vocabulary("lm_head.weight"))
         return embedding, self._tensor("model.norm.weight").float(), head
+
+    def _vocabulary(self, name: str) -> Tensor:
+        """The rank's rows of a matrix [vocab, hidden], padded with zeros."""
+        rows, padded = self._shard.vocabulary, self._shard.padded_vocabulary
+        count = rows.stop - rows.start
+        if count == padded:
+            return self._tensor(name, (rows,))
+        size = (padded, self._shape.hidden_size)
+        out = torch.zeros(size, dtype=self._dtype, device=self._device)
+        if count:
+            out[:count].copy_(self._read(name, (rows,)))
+        return out
 
     @torch.inference_mode()
     def _layer(self, index: int) -> Layer:
         shape, prefix = self._shape, f"model.layers.{index}"
         attention = f"{prefix}.self_attn"
+        q_rows, kv_rows = self._shard.q_rows, self._shard.kv_rows
         return Layer(
             input_norm=self._tensor(f"{prefix}.input_layernorm.weight").float(),
             qkv=self._fused(
                 [f"{attention}.{name}_proj" for name in "qkv"],
+                [q_rows, kv_rows, kv_rows],
                 shape.attention_bias,
                 lambda i, rows: in_pairs(rows, shape.head_dim) if i < 2 else rows,
             ),
             qk_norm=self._qk_norm(attention) if shape.qk_norm else None,
-            output=self._fused([f"{attention}.o_proj"], shape.output_bias),
+            output=self._summand(f"{attention}.o_proj", q_rows, shape.output_bias),
             mlp_norm=self._tensor(f"{prefix}.post_attention_layernorm.weight").float(),
             mlp=self._sparse_mlp(f"{prefix}.mlp")
             if shape.is_sparse(index)
-            else self._mlp(f"{prefix}.mlp"),
+            else self._mlp(f"{prefix}.mlp", self._shard.mlp_columns),
         )
 
     def _qk_norm(self, attention: str) -> Tensor:
@@ -121,54 +149,64 @@ class _Builder:
             for name in "qk"
         )
         return torch.cat(
-            (q.expand(self._shape.num_heads, -1), k.expand(self._shape.num_kv_heads, -1))
+            (q.expand(self._shard.num_heads, -1), k.expand(self._shard.num_kv_heads, -1))
         )
 
-    def _mlp(self, prefix: str) -> Mlp:
+    def _mlp(self, prefix: str, columns: slice) -> Mlp:
+        """The MLP's part of width `columns`."""
         bias = self._shape.mlp_bias
         return Mlp(
-            self._fused([f"{prefix}.gate_proj", f"{prefix}.up_proj"], bias),
-            self._fused([f"{prefix}.down_proj"], bias),
+            self._fused([f"{prefix}.gate_proj", f"{prefix}.up_proj"], [columns] * 2, bias),
+            self._summand(f"{prefix}.down_proj", columns, bias),
         )
 
     def _sparse_mlp(self, prefix: str) -> SparseMlp:
-        shape = self._shape
-        experts = [self._mlp(f"{prefix}.experts.{i}") for i in range(shape.num_experts)]
+        shape, ours = self._shape, self._shard.experts
+        whole = slice(0, shape.moe_intermediate_size)
+        experts = [self._mlp(f"{prefix}.experts.{i}", whole) for i in ours]
         router = Linear(self._tensor(f"{prefix}.gate.weight"))
-        return SparseMlp(router, experts, shape.num_experts_per_token, shape.norm_topk_prob)
+        top_k, normalise = shape.num_experts_per_token, shape.norm_topk_prob
+        return SparseMlp(router, experts, top_k, normalise, ours.start)
 
     def _fused(
         self,
         names: list[str],
+        parts: list[slice],
         bias: bool,
         reorder: Callable[[int, Tensor], Tensor] = lambda i, rows: rows,
     ) -> Linear:
-        """One linear layer from several stacked along their outputs."""
+        """One linear layer from the rows `parts` of several, stacked along their outputs."""
         kinds = ("weight", "bias") if bias else ("weight",)
         stacked = []
         for kind in kinds:
-            shapes = [self._source.shapes()[f"{name}.{kind}"] for name in names]
-            out = torch.empty(
-                (sum(dims[0] for dims in shapes), *shapes[0][1:]),
-                dtype=self._dtype,
-                device=self._device,
-            )
+            columns = self._source.shapes()[f"{names[0]}.{kind}"][1:]
+            num_rows = sum(part.stop - part.start for part in parts)
+            out = torch.empty((num_rows, *columns), dtype=self._dtype, device=self._device)
             row = 0
-            for i, name in enumerate(names):
-                rows = reorder(i, self._read(f"{name}.{kind}"))
+            for i, (name, part) in enumerate(zip(names, parts, strict=True)):
+                rows = reorder(i, self._read(f"{name}.{kind}", (part,)))
                 out[row : row + len(rows)].copy_(rows)
                 row += len(rows)
             stacked.append(out)
         return Linear(*stacked)
 
-    def _tensor(self, name: str) -> Tensor:
-        """A copy of a tensor in the model's type and place: a source may unmap its own."""
-        return self._read(name).to(self._device, self._dtype, copy=True).contiguous()
+    def _summand(self, name: str, columns: slice, bias: bool) -> Linear:
+        """A linear layer of some of the inputs; the bias is in the first rank's summand alone."""
+        whole = self._source.shapes()[f"{name}.weight"][0]
+        weight = self._tensor(f"{name}.weight", (slice(0, whole), columns))
+        with_bias = bias and self._group.rank == 0
+        return Linear(weight, self._tensor(f"{name}.bias") if with_bias else None)
 
-    def _read(self, name: str) -> Tensor:
-        tensor, stored_bytes = self._source.read(name)
+    def _tensor(self, name: str, part: Part = ALL) -> Tensor:
+        """A copy of a tensor in the model's type and place: a source may unmap its own."""
+        tensor = self._read(name, part)
+        return torch.empty(tensor.shape, dtype=self._dtype, device=self._device).copy_(tensor)
+
+    def _read(self, name: str, part: Part = ALL) -> Tensor:
+        tensor, stored_bytes = self._source.read(name, part)
         with self._lock:
-            self._done_bytes += stored_bytes
+            self._done_bytes += stored_bytes * self._group.size
             if self._progress is not None:
-                self._progress("weights", self._done_bytes, self._source.total_bytes)
+                total_bytes = self._source.total_bytes
+                self._progress("weights", min(self._done_bytes, total_bytes), total_bytes)
         return tensor

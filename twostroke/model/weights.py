@@ -21,6 +21,11 @@ from twostroke.shape import ModelShape, tensor_shapes
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
+# Which rows, or which rows and columns, of a tensor are wanted. Slices have a start and a stop.
+Part = tuple[slice, ...]
+ALL: Part = ()
+
+
 class WeightSource(Protocol):
     """Weights by Hugging Face name. `read` may be called from several threads."""
 
@@ -30,8 +35,11 @@ class WeightSource(Protocol):
         """Every tensor and its shape."""
         ...
 
-    def read(self, name: str) -> tuple[Tensor, int]:
-        """The tensor on the CPU (it may share read-only memory), and its bytes as stored."""
+    def read(self, name: str, part: Part = ALL) -> tuple[Tensor, int]:
+        """Part of the tensor on the CPU (it may share read-only memory), and its bytes as stored.
+
+        A part of the rows of a matrix is of whole heads, where it has heads.
+        """
         ...
 
     def close(self) -> None:
@@ -113,8 +121,9 @@ class SafetensorsSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str) -> tuple[Tensor, int]:
-        tensor: Tensor = self._handles[name].get_tensor(name)
+    def read(self, name: str, part: Part = ALL) -> tuple[Tensor, int]:
+        # A view of the mapped file: only the pages of the part will be read.
+        tensor: Tensor = self._handles[name].get_tensor(name)[part]
         return tensor, tensor.nbytes
 
     def close(self) -> None:
@@ -137,7 +146,7 @@ class DummySource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str) -> tuple[Tensor, int]:
+    def read(self, name: str, part: Part = ALL) -> tuple[Tensor, int]:
         tensor = torch.empty(self._shapes[name], dtype=self._dtype)
         if name.endswith("norm.weight"):
             tensor.fill_(1)
@@ -147,6 +156,7 @@ class DummySource:
             # A generator for each tensor: the order in which threads read must not matter.
             seed = zlib.crc32(f"{self._seed} {name}".encode())
             tensor.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
+        tensor = tensor[part]
         return tensor, tensor.nbytes
 
     def close(self) -> None:

@@ -217,7 +217,8 @@ async def _watch(
     await died.wait()
     if server.should_exit:
         return
-    logger.error("an engine is gone; this server ends in %.0f s", DEAD_LINGER_S)
+    why = engine.dead.message if engine.dead else "its process ended"
+    logger.error("an engine is gone: %s; this server ends in %.0f s", why, DEAD_LINGER_S)
     await asyncio.sleep(DEAD_LINGER_S)
     server.drain()  # requests on other engines still get the shutdown's time
 

@@ -31,7 +31,6 @@ from twostroke import log
 from twostroke.checkpoint import open_checkpoint
 from twostroke.clock import WallClock
 from twostroke.config import EngineConfig, SchedulerConfig
-from twostroke.core.executor import Executor
 from twostroke.core.loop import EngineCore
 from twostroke.errors import ConfigError, TwostrokeError
 from twostroke.messages import (
@@ -53,6 +52,7 @@ from twostroke.messages import (
 )
 from twostroke.trace import Tracer
 from twostroke.transport import CoreSockets
+from twostroke.worker.executor import ProcessExecutor, Progress, ThreadExecutor
 
 logger = logging.getLogger("twostroke.core")
 
@@ -66,6 +66,10 @@ class CoreLaunch(msgspec.Struct):
     engine: int
 
 
+class WorkerEnded:
+    """For the main thread, which may be waiting for requests: a worker process has ended."""
+
+
 class CoreProcess:
     """The three threads around one `EngineCore` and one `Executor`."""
 
@@ -73,7 +77,7 @@ class CoreProcess:
         self.launch = launch
         self.config = launch.config
         self.sockets = CoreSockets(Path(launch.directory), launch.engine)
-        self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[ToEngine | WorkerEnded] = queue.SimpleQueue()
         self.outbox: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
         self.input_thread = threading.Thread(
             target=_or_end, args=(self._receive_inputs,), name="input", daemon=True
@@ -95,9 +99,11 @@ class CoreProcess:
         """Load, serve until told to stop, clean up. Returns the exit code."""
         self.output_thread.start()
         self.input_thread.start()
-        executor: Executor | None = None
+        executor: ThreadExecutor | ProcessExecutor | None = None
         try:
-            executor, ready = start_executor(self.launch, self._report_progress)
+            executor, ready = start_executor(
+                self.launch, self._report_progress, lambda: self.inbox.put(WorkerEnded())
+            )
             self.core = EngineCore(
                 scheduler_config(self.config, ready), WallClock(), check=self.config.check
             )
@@ -184,7 +190,7 @@ class CoreProcess:
         if (outputs := self.core.take_outputs()) is not None:
             self.outbox.put(outputs)
 
-    def _apply(self, message: ToEngine) -> None:
+    def _apply(self, message: ToEngine | WorkerEnded) -> None:
         match message:
             case AddRequest():
                 self.core.add(message)
@@ -192,6 +198,8 @@ class CoreProcess:
                 self.core.abort(handles)
             case UtilityCall(call_id, method, args):
                 self.outbox.put(self._call(call_id, method, args))
+            case WorkerEnded():
+                self.executor.check_alive()
             case Shutdown(drain_s):
                 self.stopping = True
                 self.stop_by_s = time.monotonic() + drain_s
@@ -301,18 +309,24 @@ def scheduler_config(config: EngineConfig, ready: EngineReady) -> SchedulerConfi
     )
 
 
-def start_executor(launch: CoreLaunch, progress: Any) -> tuple[Executor, EngineReady]:
-    """Load the model where the settings want it. Raises ModelError or ConfigError."""
-    from twostroke.worker.executor import ProcessExecutor, ThreadExecutor
+def start_executor(
+    launch: CoreLaunch, progress: Progress, on_death: Callable[[], object]
+) -> tuple[ThreadExecutor | ProcessExecutor, EngineReady]:
+    """Load the model where the settings want it. Raises ModelError or ConfigError.
 
+    `on_death` is called, from a thread, when a worker process ends; then `check_alive` says why.
+    """
     config = launch.config
     if config.data_parallel_size > 1:
         from twostroke.worker.device import take_gpus
 
         take_gpus(config, launch.engine)
     checkpoint = open_checkpoint(Path(launch.checkpoint), load_format=config.load_format)
-    kind = ProcessExecutor if config.worker_process else ThreadExecutor
-    executor = kind(config, checkpoint, progress=progress)
+    executor: ThreadExecutor | ProcessExecutor
+    if config.worker_process or config.tensor_parallel_size > 1:
+        executor = ProcessExecutor(config, checkpoint, progress, on_death=on_death)
+    else:
+        executor = ThreadExecutor(config, checkpoint, progress)
     ready = EngineReady(
         engine=launch.engine,
         max_model_len=executor.max_model_len,

@@ -1,4 +1,5 @@
-"""Worker process: the model behind two shared-memory queues, plans in, results out.
+"""Worker process: the model, or a rank's part of it, behind two shared-memory queues, plans in,
+results out.
 
 Started by `worker.executor.ProcessExecutor`, which writes the settings to our standard input and
 keeps it open: when it closes, the engine core is gone or done with us.
@@ -25,6 +26,7 @@ from twostroke.messages import (
     decoder_for,
     encode,
 )
+from twostroke.model.parallel import ALONE, Group
 from twostroke.shm_queue import ShmReader, ShmRing, ShmWriter
 from twostroke.worker.executor import EXIT_CODES, WorkerLaunch
 
@@ -32,8 +34,13 @@ logger = logging.getLogger("twostroke.worker")
 
 
 def serve(launch: WorkerLaunch, plans: ShmReader, results: ShmWriter) -> int:
-    """Load the model and run plans until killed; returns only to fail, with the exit code."""
+    """Load the model and run plans until killed; returns only to fail, with the exit code.
+
+    Rank 0 sends what it finds; the others only that they are ready, or why they fail.
+    """
     from twostroke.worker.runner import ModelRunner
+
+    reports = launch.rank == 0
 
     def send_progress(stage: str, done: int, total: int) -> None:
         results.put(encode(EngineProgress(stage, done, total)))
@@ -41,7 +48,8 @@ def serve(launch: WorkerLaunch, plans: ShmReader, results: ShmWriter) -> int:
     try:
         config = launch.config
         checkpoint = open_checkpoint(Path(launch.checkpoint), load_format=config.load_format)
-        runner = ModelRunner(config, checkpoint, send_progress)
+        progress = send_progress if reports else None
+        runner = ModelRunner(config, checkpoint, progress, _group(launch))
         ready = EngineReady(
             engine=0,
             max_model_len=runner.max_model_len,
@@ -52,7 +60,9 @@ def serve(launch: WorkerLaunch, plans: ShmReader, results: ShmWriter) -> int:
         results.put(encode(ready))
         decoder = decoder_for(StepPlan)
         while True:
-            results.put(encode(runner.run(decoder.decode(plans.get()))))
+            result = runner.run(decoder.decode(plans.get()))
+            if reports:
+                results.put(encode(result))
     except TwostrokeError as error:
         results.put(encode(EngineDead(str(error))))
         return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
@@ -60,6 +70,14 @@ def serve(launch: WorkerLaunch, plans: ShmReader, results: ShmWriter) -> int:
         logger.exception("the worker failed")
         results.put(encode(EngineDead(f"{type(error).__name__}: {error}")))
         return 1
+
+
+def _group(launch: WorkerLaunch) -> Group:
+    if launch.config.tensor_parallel_size == 1:
+        return ALONE
+    from twostroke.worker.ranks import TorchGroup
+
+    return TorchGroup(launch.config, launch.rank, launch.rendezvous_fd)
 
 
 def _watch_parent() -> None:
@@ -79,7 +97,7 @@ def main() -> None:
     threading.Thread(target=_watch_parent, daemon=True).start()
     log.setup(launch.config.log_level)
     plans, results = (ShmRing.attach(spec) for spec in sys.argv[1:3])
-    code = serve(launch, ShmReader(plans), ShmWriter(results))
+    code = serve(launch, ShmReader(plans, launch.rank), ShmWriter(results))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # daemon threads may sit in native code: do not wait for them

@@ -19,25 +19,35 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
-def choose_device(config: EngineConfig) -> tuple[torch.device, Fact]:
-    """The device, with torch's threads set on a CPU. ConfigError when it is not there."""
+def choose_device(config: EngineConfig, rank: int = 0) -> tuple[torch.device, Fact]:
+    """The device of a rank, with torch's threads set on a CPU. ConfigError when it is not there."""
+    num_ranks = config.tensor_parallel_size
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise ConfigError(
             "--device is cuda, but torch finds no usable GPU", hint="use --device cpu"
         )
     if has_gpu and config.device != "cpu":
+        if num_ranks > torch.cuda.device_count():
+            raise ConfigError(
+                f"--tensor-parallel-size is {num_ranks}, but there are "
+                f"{torch.cuda.device_count()} GPUs",
+                hint="lower it, or use --device cpu",
+            )
+        if num_ranks > 1:
+            torch.cuda.set_device(rank)
         reason = "a GPU is there" if config.device == "auto" else "--device"
         name = f"cuda ({torch.cuda.get_device_name()})"
         return torch.device("cuda", torch.cuda.current_device()), ("Device", name, reason)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     engines = config.data_parallel_size
-    threads = config.cpu_threads or max(1, (cores or 1) // engines)
-    if threads > (most := os.cpu_count() or 1):
+    total = config.cpu_threads or max(1, (cores or 1) // engines)
+    if total > (most := os.cpu_count() or 1):
         raise ConfigError(
-            f"--cpu-threads is {threads}; this machine has {most} logical cores",
+            f"--cpu-threads is {total}; this machine has {most} logical cores",
             hint="leave it out to use all that are given to us",
         )
+    threads = max(1, total // num_ranks)
     torch.set_num_threads(threads)
     reason = "no GPU" if config.device == "auto" else "--device"
     if config.cpu_threads:
@@ -45,8 +55,9 @@ def choose_device(config: EngineConfig) -> tuple[torch.device, Fact]:
     elif engines > 1:
         reason += f", {cores} cores among {engines} engines"
     else:
-        reason += f", all {threads} cores given to us"
-    return torch.device("cpu"), ("Device", f"cpu, {threads} threads", reason)
+        reason += f", all {total} cores given to us"
+    name = f"cpu, {threads} threads" + (f" on each of {num_ranks} ranks" if num_ranks > 1 else "")
+    return torch.device("cpu"), ("Device", name, reason)
 
 
 def take_gpus(config: EngineConfig, engine: int) -> None:

@@ -106,7 +106,8 @@ def _num_blocks(
     ]
     if device == "cpu":
         cap = f"4 GiB cap on a CPU; {memory.reason}; --kv-cache-memory-bytes raises it"
-        limits.append((layout.blocks_in(CPU_POOL_CAP_BYTES), cap))
+        share = CPU_POOL_CAP_BYTES // layout.tensor_parallel_size  # all ranks are on one machine
+        limits.append((layout.blocks_in(share), cap))
     return min(limits)
 
 

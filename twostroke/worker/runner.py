@@ -7,6 +7,10 @@ With speculation, rows of decodes end in draft tokens, and the sampler says how 
 drafts are made right before the step that verifies them, or right after a step when the core plans
 with knowledge of them (see `drafting`).
 
+A rank of a tensor-parallel group runs the same plans on its part of the model. Rank 0 samples and
+tells the others: were each to sample for itself, a single difference in rounding would leave them
+with different tokens, and with KV that belongs to no text at all.
+
 The tokens of a step are written to the seats here, so the next plan may be made before they are
 known. What is one request's fault comes back as a `RowError` of its row; an exception means that
 the worker cannot go on.
@@ -34,6 +38,7 @@ from twostroke.messages import (
     StepResult,
 )
 from twostroke.model.llama import DecoderModel
+from twostroke.model.parallel import ALONE, Group
 from twostroke.model.registry import load_model
 from twostroke.shape import ModelShape
 from twostroke.worker import pool
@@ -53,28 +58,28 @@ PROMPT_LOGITS_BYTES = 64 << 20
 
 
 class ModelRunner:
-    """Loads a model, sizes and allocates the KV pool, and runs plans in order.
+    """Loads a rank's part of a model, sizes and allocates the KV pool, and runs plans in order.
 
     Raises ConfigError or ModelError when that cannot work. `facts` are (name, value, reason) for
     the start-up block. Not thread-safe: build and use it in one thread.
     """
 
     def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, progress: Progress | None = None
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        progress: Progress | None = None,
+        group: Group = ALONE,
     ) -> None:
         shape = checkpoint.shape
-        self.device, device_fact = choose_device(config)
+        self.group = group
+        self.device, device_fact = choose_device(config, group.rank)
         dtype_name, dtype_fact = choose_dtype(config, self.device)
         dtype = DTYPES[dtype_name]
         pool.wanted_length(config, shape.max_position_embeddings)  # wrong: say so before loading
-        free_bytes = pool.available_memory()
-        start_s = time.monotonic()
-        self.model: DecoderModel = load_model(
-            checkpoint, dtype=dtype, device=self.device, seed=config.seed, progress=progress
-        )
-        weights = f"loaded in {time.monotonic() - start_s:.1f} s"
-        weights_fact = ("Weights", pool.bytes_text(self.model.weight_bytes), weights)
-
+        # On a CPU all ranks share it: look before any of them has begun to load.
+        free_bytes = group.minimum(pool.available_memory()) // group.size
+        self.model, weights_fact = self._load(config, checkpoint, dtype, progress)
         draft = self._load_draft(config, shape, dtype, progress)
         self._weight_bytes = self.model.weight_bytes + (draft.weight_bytes if draft else 0)
 
@@ -92,9 +97,12 @@ class ModelRunner:
         self.num_blocks = size.num_blocks
         self.max_model_len = size.max_model_len
         self.facts: list[Fact] = [device_fact, dtype_fact, weights_fact, *size.facts]
+        self.facts += self._parallel_facts()
 
         self.kv_pool = pool.allocate_pool(size.num_blocks, layout, dtype, self.device)
-        self.attention = make_attention(self.kv_pool, shape.num_heads, shape.head_dim**-0.5)
+        self.attention = make_attention(
+            self.kv_pool, self.model.shard.num_heads, shape.head_dim**-0.5
+        )
         self.seats = SeatTable(
             max_num_seqs=config.max_num_seqs,
             max_model_len=size.max_model_len,
@@ -113,6 +121,27 @@ class ModelRunner:
         self._reports_drafts = not config.async_scheduling
         self.drafter = self._make_drafter(config, draft, draft_layout)
         self._warm_up(progress)
+
+    def _load(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        progress: Progress | None,
+    ) -> tuple[DecoderModel, Fact]:
+        start_s = time.monotonic()
+        model = load_model(
+            checkpoint,
+            dtype=dtype,
+            device=self.device,
+            seed=config.seed,
+            progress=progress,
+            group=self.group,
+        )
+        reason = f"loaded in {time.monotonic() - start_s:.1f} s"
+        if self.group.size > 1:
+            reason += f" on each of {self.group.size} ranks"
+        return model, ("Weights", pool.bytes_text(model.weight_bytes), reason)
 
     def _load_draft(
         self,
@@ -149,29 +178,50 @@ class ModelRunner:
         self.facts.append(("Drafts", most, f"--speculative-model {name}, {weights} weights"))
         return ModelDrafter(draft, draft_pool, self.seats)
 
+    def _parallel_facts(self) -> list[Fact]:
+        shape, shard = self.model.shape, self.model.shard
+        if shard.size == 1:
+            return []
+        heads = f"{shard.num_heads} of {shape.num_heads} heads"
+        kv_heads = f"{shard.num_kv_heads} of {shape.num_kv_heads} KV heads"
+        reason = f"--tensor-parallel-size; each has {heads} and {kv_heads}"
+        if shape.num_experts:
+            reason += f", and its share of {shape.num_experts} experts"
+        return [("Tensor parallel", f"{shard.size} ranks", reason)]
+
     def _memory(self, config: EngineConfig, free_bytes: int, activation_bytes: int) -> pool.Memory:
-        """What is left for the KV pool; on a CPU `free_bytes` were free before the weights came."""
+        """What is left for the KV pool, on the rank with the least.
+
+        On a CPU `free_bytes` were free before the weights came.
+        """
         utilization = config.gpu_memory_utilization
         if self.device.type == "cpu":
             utilization /= config.data_parallel_size  # the engines share the host's memory
-            return pool.cpu_memory(
+            memory = pool.cpu_memory(
                 utilization,
                 free_bytes,
                 weight_bytes=self._weight_bytes,
                 activation_bytes=activation_bytes,
             )
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-        return pool.gpu_memory(
-            utilization, free_bytes, total_bytes, activation_bytes=activation_bytes
-        )
+        else:
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+            memory = pool.gpu_memory(
+                utilization, free_bytes, total_bytes, activation_bytes=activation_bytes
+            )
+        if self.group.size == 1:
+            return memory
+        reason = f"{memory.reason}, on each of {self.group.size} ranks"
+        return pool.Memory(self.group.minimum(memory.budget_bytes), reason)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises PlanError for a plan that contradicts the ones before."""
         started_s = time.monotonic()
         self.seats.apply(plan)
-        self.sampler.vacate(plan.freed_slots)
+        if self.group.rank == 0:
+            self.sampler.vacate(plan.freed_slots)
         for new in plan.new:
-            self.sampler.seat(new)
+            if self.group.rank == 0:
+                self.sampler.seat(new)
             # A request that comes back with outputs has had its prompt's log-probs reported.
             wanted = new.params.prompt_logprobs if self._in_prompt(new.slot) else None
             self._prompt_logprobs[new.slot] = -1 if wanted is None else wanted
@@ -204,10 +254,23 @@ class ModelRunner:
             result.num_verified = num_drafts
         last = torch.from_numpy(spans(inputs.query_start[rows + 1] - widths, widths))
         logits = self.model.logits(hidden[last.to(self.device)])
-        sampled = self._sample(logits, plan.slots[rows], widths)
+        sampled = self._agree(logits, plan.slots[rows], widths)
         self._keep(plan, rows, widths, sampled, result)
         if self.drafter is not None and self._reports_drafts:
             self._propose_next(plan, result)
+
+    def _agree(self, logits: Tensor, seats: Int32s, widths: Int32s) -> Sampled:
+        """What rank 0 samples, on every rank (but for log-probs)."""
+        if self.group.size == 1:
+            return self._sample(logits, seats, widths)
+        said = torch.empty((3, int(widths.sum())), dtype=torch.int32)
+        if self.group.rank == 0:
+            sampled = self._sample(logits, seats, widths)
+            columns = (sampled.token_ids, sampled.sound, sampled.kept)
+            self.group.broadcast(said.copy_(torch.from_numpy(np.stack(columns))))
+            return sampled
+        token_ids, sound, kept = self.group.broadcast(said).numpy()
+        return Sampled(token_ids, sound != 0, kept != 0)
 
     def _sample(self, logits: Tensor, seats: Int32s, widths: Int32s) -> Sampled:
         """Sample at `widths[i]` positions of `seats[i]`, the last ones behind drafts."""
@@ -298,7 +361,10 @@ class ModelRunner:
             for at in range(0, count, chunk):
                 now = slice(start + at, start + min(at + chunk, count))
                 tokens = torch.from_numpy(targets[at : at + chunk].astype(np.int64))
-                logprobs = torch.log_softmax(self.model.logits(hidden[now]), -1)
+                logits = self.model.logits(hidden[now])
+                if self.group.rank != 0:
+                    continue  # has helped to compute what only rank 0 reports
+                logprobs = torch.log_softmax(logits, -1)
                 report.tokens += token_logprobs(
                     logprobs, tokens.to(self.device), [num_top] * len(tokens)
                 )
@@ -325,6 +391,7 @@ def _layout_of(shape: ModelShape, dtype: str, config: EngineConfig) -> KvLayout:
         head_dim=shape.head_dim,
         dtype=dtype,
         block_size=config.block_size,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
 
 

@@ -135,11 +135,14 @@ def test_the_core_is_killed(tiny_dir: Path) -> None:
     assert len(errors) == 1
 
 
-@pytest.mark.parametrize("worker", [(), ("--worker-process",)])
+@pytest.mark.parametrize(
+    "worker", [(), ("--worker-process",), ("--tensor-parallel-size", "2")], ids=str
+)
 def test_the_api_process_is_killed(tiny_dir: Path, tmp_path: Path, worker: tuple[str, ...]) -> None:
     with serving(tiny_dir, *SMALL, *worker, TMPDIR=str(tmp_path)) as served:
         children = served.descendants()
-        assert len(children) == 1 + len(worker)
+        num_workers = 2 if "2" in worker else len(worker)
+        assert len(children) == 1 + num_workers
         served.process.kill()
         assert not psutil.wait_procs(children, timeout=5)[1], "children outlived their parent"
     assert leftovers(tmp_path) == []
