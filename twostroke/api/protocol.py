@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, UnsetType
 # Integers that travel over msgpack, and string keys that become token ids.
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-TokenKey = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")]
+TokenKey = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 
 # ---------------------------------------------------------------- requests
 

@@ -32,7 +32,7 @@ from twostroke.checkpoint import open_checkpoint
 from twostroke.clock import WallClock
 from twostroke.config import EngineConfig, SchedulerConfig
 from twostroke.core.loop import EngineCore
-from twostroke.errors import ConfigError, TwostrokeError
+from twostroke.errors import ConfigError, ModelError, TwostrokeError
 from twostroke.messages import (
     NO_TOKENS,
     AbortRequests,
@@ -117,7 +117,9 @@ class CoreProcess:
             return 0
         except TwostrokeError as error:
             self.outbox.put(EngineDead(str(error)))
-            return 2 if isinstance(error, ConfigError) else 3
+            if isinstance(error, ConfigError):  # codes as the command line's
+                return 2
+            return 3 if isinstance(error, ModelError) else 1
         except Exception as error:
             logger.exception("the engine core failed")
             self.outbox.put(EngineDead(f"the engine core failed: {type(error).__name__}: {error}"))
@@ -147,8 +149,6 @@ class CoreProcess:
                 continue  # filling the pipeline comes before returning results
             if core.num_in_flight:
                 self._finish_oldest()
-            elif plan is None and core.has_work():
-                self._take_inbox(wait=True)  # nothing can run until somebody tells us more
 
     def _begin(self) -> StepPlan | None:
         start_s = time.monotonic()

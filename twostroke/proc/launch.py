@@ -39,8 +39,13 @@ EXIT_GRACE_S = 5.0  # from the end of draining to SIGKILL
 # A step forks and joins the model's threads hundreds of times. With libgomp's default a waiting
 # thread spins for milliseconds, and when anything else runs on the machine (this process, for one)
 # it spins away the time slice that the other thread needs: a layer of a one-row step then took
-# 7.6 ms instead of 0.8. So it spins for about a microsecond, then sleeps. The user's setting wins.
-THREADS_ENVIRONMENT = {"GOMP_SPINCOUNT": "200"}
+# 7.6 ms instead of 0.8. So it spins for about a microsecond, then sleeps.
+#
+# oneDNN keeps the code that it compiled for each number of rows and each weight's shape: 1,024 of
+# them by default, of half a MiB each, and prompts come in all lengths. 128 cost 1 ms now and then.
+#
+# The user's settings win.
+CHILD_ENVIRONMENT = {"GOMP_SPINCOUNT": "200", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 
 
 class EngineProcess:
@@ -53,7 +58,7 @@ class EngineProcess:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "twostroke.proc.core_main"],
             stdin=subprocess.PIPE,
-            env=THREADS_ENVIRONMENT | os.environ,
+            env=CHILD_ENVIRONMENT | os.environ,
         )
         settings = {
             "config": config,
@@ -177,8 +182,7 @@ def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:
         engine_code = engines.stop()
         listener.close()
         if config.trace:
-            trace.finish(Path(config.trace))
-            logger.info("trace written to %s (open it at ui.perfetto.dev)", config.trace)
+            _finish_trace(config.trace)
     return (engine_code or 1) if failed else 0
 
 
@@ -206,6 +210,15 @@ def _begin_trace(path: str) -> None:
         trace.begin(Path(path))
     except OSError as error:
         raise ConfigError(f"cannot write the trace to {path}: {error.strerror}") from None
+
+
+def _finish_trace(path: str) -> None:
+    try:
+        trace.finish(Path(path))
+    except OSError as error:  # it was removed meanwhile, or the disk is full
+        logger.error("cannot finish the trace in %s: %s", path, error.strerror)
+    else:
+        logger.info("trace written to %s (open it at ui.perfetto.dev)", path)
 
 
 def _resolve(config: EngineConfig) -> Checkpoint:

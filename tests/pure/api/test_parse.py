@@ -87,6 +87,7 @@ def test_an_unknown_field_like_nothing_we_know():
         ({"stop": ["a", 3]}, "stop[1]"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"05": 1}}, "logit_bias"),
         ({"logit_bias": {"1": "x"}}, "logit_bias"),
         ({"stream_options": {"include_usages": True}}, "stream_options.include_usages"),
         ({"messages": "x"}, "messages"),
