@@ -43,7 +43,7 @@ async def chat_completions(state: ServerState, request: Request) -> Response:
     model = state.served_name(ask.model)
     params = _params(ask)
     state.require_ready()
-    prompt_token_ids = await encode_chat(state, ask)
+    prompt_token_ids = await encode_chat(state, ask, state.engine.max_request_tokens)
     request_id, unique_id = request_ids(request)
     chat = _Chat(
         state=state,
@@ -86,10 +86,14 @@ def _params(ask: ChatRequest) -> SamplingParams:
 # ---------------------------------------------------------------- messages -> prompt
 
 
-async def encode_chat(state: ServerState, ask: ChatRequest | TokenizeChatRequest) -> list[int]:
-    """The token ids that the model sees for `ask.messages`."""
+async def encode_chat(
+    state: ServerState, ask: ChatRequest | TokenizeChatRequest, max_tokens: int | None = None
+) -> list[int]:
+    """The token ids that the model sees for `ask.messages`; see `Tokenizer.encode_async`."""
     text = _render(state, ask)
-    return await state.tokenizer.encode_async(text, add_special_tokens=ask.add_special_tokens)
+    return await state.tokenizer.encode_async(
+        text, add_special_tokens=ask.add_special_tokens, max_tokens=max_tokens
+    )
 
 
 def _render(state: ServerState, ask: ChatRequest | TokenizeChatRequest) -> str:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -73,19 +74,17 @@ def _params(ask: CompletionRequest) -> SamplingParams:
 
 
 async def _prompts(state: ServerState, ask: CompletionRequest) -> list[_Prompt]:
-    given = [ask.prompt] if isinstance(ask.prompt, str) else ask.prompt
-    texts = [item for item in given if isinstance(item, str)]
-    token_ids = [item for item in given if isinstance(item, int)]
-    lists = [item for item in given if isinstance(item, list)]
-    if not given or len(given) not in (len(texts), len(token_ids), len(lists)):
+    given: Any = [ask.prompt] if isinstance(ask.prompt, str) else ask.prompt
+    kinds = set(map(type, given))  # there may be millions of token ids
+    if len(kinds) != 1:
         what = "a mixture of texts, token ids and lists" if given else "empty"
         raise RequestError(
             f"prompt is {what}",
             param="prompt",
             hint="send a text, a list of texts, a list of token ids, or a list of such lists",
         )
-    if token_ids:
-        return [_from_ids(state, ask, token_ids)]
+    if kinds == {int}:
+        return [_from_ids(state, ask, given)]
     if len(given) * ask.n > state.max_num_queued_reqs:
         raise RequestError(
             f"{len(given)} prompts with n {ask.n} make {len(given) * ask.n} requests; "
@@ -93,12 +92,16 @@ async def _prompts(state: ServerState, ask: CompletionRequest) -> list[_Prompt]:
             param="prompt",
             hint="send the prompts in several requests",
         )
-    if lists:
-        return [_from_ids(state, ask, item) for item in lists]
-    encode = partial(state.tokenizer.encode_async, add_special_tokens=ask.add_special_tokens)
-    encoded = await asyncio.gather(*[encode(text) for text in texts])
+    if kinds == {list}:
+        return [_from_ids(state, ask, item) for item in given]
+    encode = partial(
+        state.tokenizer.encode_async,
+        add_special_tokens=ask.add_special_tokens,
+        max_tokens=state.engine.max_request_tokens,
+    )
+    encoded = await asyncio.gather(*[encode(text) for text in given])
     return [
-        _Prompt(ids, text if ask.echo else None) for ids, text in zip(encoded, texts, strict=True)
+        _Prompt(ids, text if ask.echo else None) for ids, text in zip(encoded, given, strict=True)
     ]
 
 

@@ -6,6 +6,7 @@ Encoding is the `tokenizers` library's.
 """
 
 import asyncio
+import functools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -13,7 +14,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twostroke.errors import ModelError, RequestError, UnsupportedModelError
+from twostroke.errors import (
+    ContextLengthError,
+    ModelError,
+    RequestError,
+    UnsupportedModelError,
+)
 
 if TYPE_CHECKING:
     import tokenizers
@@ -51,8 +57,25 @@ class Tokenizer(ABC):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; empty for an id outside the vocabulary."""
 
-    async def encode_async(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """`encode`, in a thread when the text is long, so that the event loop never stalls."""
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token, and so the most characters that a token can stand for."""
+        return max(len(self.token_bytes(i)) for i in range(self.vocab_size))
+
+    async def encode_async(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """`encode`, in a thread when the text is long, so that the event loop never stalls.
+
+        Raises ContextLengthError, at once, for a text that cannot have `max_tokens` or fewer:
+        megabytes would keep a core busy for seconds, just to be refused after that.
+        """
+        if max_tokens is not None and len(text) > max_tokens * self.longest_token:
+            raise ContextLengthError(
+                f"the prompt has {len(text):,} characters, and no token has more than "
+                f"{self.longest_token}; at most {max_tokens:,} tokens fit",
+                hint="shorten the prompt",
+            )
         if len(text) <= _THREAD_CHARS:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens=add_special_tokens)
@@ -145,8 +168,9 @@ class FastTokenizer(Tokenizer):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         try:
-            encoding = self._backend.encode(
-                text, add_special_tokens=add_special_tokens and self._post_process
+            # Of a batch: the library's `encode` keeps the GIL, and with it the event loop's thread.
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens and self._post_process
             )
         except TypeError:  # what the library raises for an unpaired surrogate
             raise RequestError(

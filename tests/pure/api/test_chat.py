@@ -269,3 +269,9 @@ async def test_parameters_reach_the_engine(api: Api):
     params = add.params
     assert (params.seed, params.top_k, params.min_p) == (7, 0, 0.1)
     assert (params.logit_bias, params.stop_token_ids) == ({65: 5.0}, (66,))
+
+
+async def test_a_text_far_beyond_the_context_is_refused_at_once(api: Api):
+    error = await api.refuse(PATH, messages=[{"role": "user", "content": "x" * 60_000}])
+    assert error["code"] == "context_length_exceeded"
+    assert "no token has more than 4" in error["message"]

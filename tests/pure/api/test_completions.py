@@ -176,3 +176,9 @@ async def test_an_echo_is_not_lost_when_the_first_token_has_no_text_yet(api: Api
     assert "".join(texts) == "👍👍"
     *events, _ = await api.events(PATH, prompt="👍", max_tokens=8)
     assert [choice["text"] for event in events for choice in event["choices"]] == ["👍", ""]
+
+
+async def test_a_text_far_beyond_the_context_is_refused_at_once(api: Api):
+    error = await api.refuse(PATH, prompt="x" * 60_000)
+    assert error["code"] == "context_length_exceeded"
+    assert "no token has more than 4" in error["message"]

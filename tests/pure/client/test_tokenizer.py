@@ -1,3 +1,4 @@
+import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -14,7 +15,12 @@ from twostroke.client.tokenizer import (
     load_tokenizer,
     sentencepiece_bytes,
 )
-from twostroke.errors import ModelError, RequestError, UnsupportedModelError
+from twostroke.errors import (
+    ContextLengthError,
+    ModelError,
+    RequestError,
+    UnsupportedModelError,
+)
 from twostroke.messages import SamplingParams
 from twostroke.testing.byte_tokenizer import ByteTokenizer
 from twostroke.testing.tiny_model import byte_tokenizer_json
@@ -168,3 +174,24 @@ def test_the_byte_tokenizer():
     assert tokenizer.encode("é</s>") == [256, 0xC3, 0xA9, 257]
     assert tokenizer.encode("<s>a", add_special_tokens=False) == [256, 97]
     assert tokenizer.token_bytes(258) == b""
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(tiny, monkeypatch):
+    longest = tiny.longest_token
+    assert longest == max(len(tiny.token_bytes(i)) for i in range(tiny.vocab_size))
+    text = "x" * 10 * longest
+    assert await tiny.encode_async(text, max_tokens=10) == tiny.encode(text)  # it may fit
+    monkeypatch.setattr(tiny, "encode", None)
+    with pytest.raises(ContextLengthError, match=r"characters.*at most 10 tokens fit"):
+        await tiny.encode_async(text + "x", max_tokens=10)
+
+
+async def test_a_long_text_leaves_the_event_loop_free(tiny):
+    """Encoding lets go of the GIL, so the loop turns many times meanwhile."""
+    encoding = asyncio.create_task(tiny.encode_async("hello " * 100_000))
+    turns = 0
+    while not encoding.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 100
+    assert len(await encoding) >= 100_000
