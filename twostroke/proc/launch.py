@@ -39,8 +39,8 @@ EXIT_GRACE_S = 5.0  # from the end of draining to SIGKILL
 # A step forks and joins the model's threads hundreds of times. With libgomp's default a waiting
 # thread spins for milliseconds, and when anything else runs on the machine (this process, for one)
 # it spins away the time slice that the other thread needs. So it spins for some 20 us, then sleeps.
-# One-row steps of SmolLM2 on 2 cores, alone / beside a busy process: 22 / 27 ms with a spin count of
-# 200, 16 / 40 ms with 2,000, 17 / 135 ms with 20,000.
+# One-row steps of SmolLM2 on 2 cores, alone / beside a busy process: 22 / 27 ms with a spin count
+# of 200, 16 / 40 ms with 2,000, 17 / 135 ms with 20,000.
 #
 # oneDNN keeps the code that it compiled for each number of rows and each weight's shape: 1,024 of
 # them by default, of half a MiB each, and prompts come in all lengths. 128 cost 1 ms now and then.
