@@ -28,6 +28,22 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"twostroke {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """An LLM serving engine: OpenAI's API on the machine at hand."""
+
+
 def main() -> None:
     """Entry point of the `twostroke` command."""
     try:
@@ -108,12 +124,6 @@ def ps(url: URL = "http://127.0.0.1:8000", api_key: API_KEY = "") -> None:
         for slot in slots
     ]
     _print_table(list(slots[0]), lines)
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    print(f"twostroke {__version__}")
 
 
 def _toml(value: Any) -> str:

@@ -130,7 +130,7 @@ def test_config_explains_value_source_and_reason(monkeypatch):
 def test_version():
     from twostroke import __version__
 
-    assert run("version").output == f"twostroke {__version__}\n"
+    assert run("--version").output == f"twostroke {__version__}\n"
 
 
 # ---------------------------------------------------------------- clients of a server
