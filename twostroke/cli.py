@@ -19,7 +19,6 @@ from twostroke.errors import ConfigError, ModelError, TwostrokeError
 
 app = typer.Typer(
     name="twostroke",
-    help="An LLM serving engine: OpenAI's API on the machine at hand.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
