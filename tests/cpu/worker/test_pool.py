@@ -91,7 +91,7 @@ def write(path: Path, text: str) -> None:
 @pytest.mark.parametrize("in_container", [False, True])
 def test_a_control_groups_limit_counts(tmp_path: Path, in_container: bool):
     write(tmp_path / "proc/self/cgroup", "0::/batch/job\n")
-    group = tmp_path / "sys/fs/cgroup" / ("" if in_container else "work")
+    group = tmp_path / "sys/fs/cgroup" / ("" if in_container else "batch")
     write(group / "memory.max", f"{100 << 20}\n")
     write(group / "memory.current", f"{60 << 20}\n")
     write(group / "memory.stat", f"anon 1\ninactive_file {10 << 20}\n")
