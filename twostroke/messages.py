@@ -89,8 +89,8 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 class UtilityCall(msgspec.Struct, tag="call"):
     """Ask the core something off the hot path.
 
-    Methods: `slots` (what each live request does), `reset_prefix_cache`, `check_integrity`,
-    `start_trace`, `ping`.
+    Methods: `slots` (what each live request does), `stats`, `reset_prefix_cache`,
+    `check_integrity`, `ping`.
     """
 
     call_id: int

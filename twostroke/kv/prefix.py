@@ -36,7 +36,6 @@ class PrefixHasher:
     def __init__(self, block_size: int, *, secret: bytes | None = None) -> None:
         self._block_size = block_size
         self._secret = secrets.token_bytes(32) if secret is None else secret
-        self._offsets = np.arange(block_size)
         self._multipliers: UInt64s = np.empty((0, block_size, LANES), np.uint64)
         self._root = self._start_of("")
 
