@@ -35,9 +35,9 @@ class Boundary(IntEnum):
     FIRST_TOKEN = EventKind.FIRST_TOKEN
     PREEMPTED = EventKind.PREEMPTED
     FINISHED = EventKind.FINISHED
-    SENT = 5
-    TOKEN = 6
-    CLOSED = 7
+    SENT = 100
+    TOKEN = 101
+    CLOSED = 102
 
 
 _BEFORE_PREFILL = (Interval.FRONTEND, Interval.QUEUE)

@@ -14,16 +14,27 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-Int32s = NDArray[np.int32]
-Int64s = NDArray[np.int64]
-Float64s = NDArray[np.float64]
-UInt8s = NDArray[np.uint8]
-Bools = NDArray[np.bool_]
-
-NO_TOKENS = np.empty(0, np.int32)
-
+from twostroke.arrays import NO_TOKENS as NO_TOKENS
+from twostroke.arrays import Bools as Bools
+from twostroke.arrays import Float64s as Float64s
+from twostroke.arrays import Int32s as Int32s
+from twostroke.arrays import Int64s as Int64s
+from twostroke.arrays import UInt8s as UInt8s
+from twostroke.kv_messages import (
+    KvCommands,
+    KvConnect,
+    KvDisconnect,
+    KvEndpoint,
+    KvLink,
+    KvReady,
+    KvReceive,
+    KvReceived,
+    KvRelease,
+    KvRenew,
+    KvReport,
+    KvSend,
+)
 
 # ---------------------------------------------------------------- what a client asks for
 
@@ -78,6 +89,8 @@ class AddRequest(msgspec.Struct, tag="add", kw_only=True):
     arrival_s: float = 0.0
     priority: int = 0
     cache_salt: str = ""
+    kv_send: KvSend | None = None
+    kv_receive: KvReceive | None = None
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):
@@ -104,7 +117,17 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     drain_s: float = 0.0
 
 
-ToEngine = AddRequest | AbortRequests | UtilityCall | Shutdown
+ToEngine = (
+    AddRequest
+    | AbortRequests
+    | UtilityCall
+    | Shutdown
+    | KvReady
+    | KvRelease
+    | KvRenew
+    | KvConnect
+    | KvDisconnect
+)
 
 
 # ---------------------------------------------------------------- engine core -> API process
@@ -127,6 +150,9 @@ class EventKind(IntEnum):
     FIRST_TOKEN = 2
     PREEMPTED = 3
     FINISHED = 4
+    HELD = 5  # its prefill waits because what others left to be fetched takes too much memory
+    LOADING = 6  # has its blocks; their content comes from another engine
+    LOADED = 7  # that has come, or will not
 
 
 class Events(msgspec.Struct):
@@ -190,11 +216,27 @@ class EngineStats(msgspec.Struct):
     prefix_cache_hits: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    num_holds: int = 0  # prompts whose KV waits to be fetched, and the share of the pool they take
+    hold_usage: float = 0.0
+    num_expired_leases: int = 0
+    num_failed_loads: int = 0
+    num_unknown_transfers: int = 0
     num_steps: int = 0
     step_tokens: int = 0
     spec_decode_num_drafts: int = 0  # rows that verified drafts
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
+
+
+class StepSample(msgspec.Struct, array_like=True):
+    """How long one step took on the device, and what decides that; see `cost.py`."""
+
+    num_tokens: int
+    num_rows: int
+    num_sampled: int
+    context_tokens: int  # KV read: sum over rows of the tokens in place before the step
+    attended_tokens: int  # sum over rows of tokens * (context + tokens / 2)
+    seconds: float
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs", kw_only=True):
@@ -208,6 +250,10 @@ class EngineOutputs(msgspec.Struct, tag="outputs", kw_only=True):
     prefills: list[PrefillInfo] = []
     events: Events | None = None
     stats: EngineStats | None = None
+    kv_ready: list[KvReady] = []
+    kv_received: list[KvReceived] = []
+    kv_links: list[KvLink] = []
+    step: StepSample | None = None
     time_s: float = 0.0
 
 
@@ -226,6 +272,7 @@ class EngineReady(msgspec.Struct, tag="ready"):
     max_model_len: int
     num_blocks: int
     block_size: int
+    kv: KvEndpoint | None = None  # None: it takes no part in hand-offs
     facts: list[tuple[str, str, str]] = []  # name, value, reason: for the start-up block
 
 
@@ -287,19 +334,10 @@ class StepPlan(msgspec.Struct, kw_only=True):
     num_drafts: Int32s = NO_TOKENS  # [rows] or empty: trailing draft tokens to verify
     draft_token_ids: Int32s = NO_TOKENS  # flat; -1 = the worker fills it in
     num_common_blocks: int = 0  # leading blocks that every row shares (cascade attention)
-    kv_metadata: bytes = b""  # connector, scheduler side -> worker side
+    kv: KvCommands | None = None  # the connector's scheduler half to its worker half
 
 
 # ---------------------------------------------------------------- worker -> engine core
-
-
-class KvReport(msgspec.Struct):
-    """What KV transfers ended since the last report. Requests are named by request_id."""
-
-    finished_sending: list[str] = []
-    finished_recving: list[str] = []
-    failed_recving: list[str] = []
-    invalid_block_ids: list[int] = []
 
 
 class RowLogprobs(msgspec.Struct, array_like=True):

@@ -8,7 +8,8 @@ import numpy as np
 
 from twostroke.connector.base import KvRequest
 from twostroke.core.request import Request
-from twostroke.messages import FinishReason, KvReport
+from twostroke.kv_messages import KvReport
+from twostroke.messages import FinishReason
 from twostroke.testing.fake_executor import fnv1a32, simulated_token
 
 EOS, STOP = 2, 3
@@ -140,8 +141,8 @@ class MockConnector:
             due = self.step + (0 if is_sync else spec.get("ready_after_steps", 0))
             self._transfers.append(_Transfer(request_id, due, is_sync=is_sync, invalid=invalid))
 
-    def build_connector_meta(self) -> bytes:
-        return b""
+    def build_connector_meta(self) -> None:
+        return None
 
     def update_connector_output(self, report: KvReport) -> None:
         pass

@@ -2,13 +2,14 @@
 
 The scheduler asks it for tokens whose KV exists elsewhere, and hands finished requests to it. The
 other half of a connector, which moves the bytes, lives with the worker; the two halves talk through
-`StepPlan.kv_metadata` and `StepResult.kv`.
+`StepPlan.kv` and `StepResult.kv`.
 """
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from twostroke.messages import Int32s, KvReport
+from twostroke.arrays import Int32s
+from twostroke.kv_messages import KvCommands, KvEndpoint, KvReport
 
 
 class KvRequest(Protocol):
@@ -58,8 +59,8 @@ class KvConnectorScheduler(Protocol):
         """
         ...
 
-    def build_connector_meta(self) -> bytes:
-        """What the worker's half must know for this step. Called at every step."""
+    def build_connector_meta(self) -> KvCommands | None:
+        """What the worker's half must do before this step. Called at every step."""
         ...
 
     def update_connector_output(self, report: KvReport) -> None:
@@ -73,4 +74,32 @@ class KvConnectorScheduler(Protocol):
 
         The dictionary, if any, goes to the client of the request.
         """
+        ...
+
+
+class KvConnectorWorker(Protocol):
+    """The worker's half: moves bytes in threads of its own. One for each rank; used by one thread.
+
+    No method but `wait` and `shutdown` may wait for a transfer.
+    """
+
+    @property
+    def endpoint(self) -> KvEndpoint:
+        """Where this rank can be read: `addresses` has this rank's alone."""
+        ...
+
+    def apply(self, commands: KvCommands) -> None:
+        """Do what the scheduler's half says; called before the step that the commands came with."""
+        ...
+
+    def report(self) -> KvReport | None:
+        """What has ended since the last report."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Return once there is something to report, or nothing under way, or time is up."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the threads and let go of peers and memory. Idempotent."""
         ...

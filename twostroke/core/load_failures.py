@@ -14,7 +14,7 @@ from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
 from twostroke.core.step import Step
 from twostroke.kv.blocks import NULL_BLOCK
-from twostroke.messages import KvReport
+from twostroke.kv_messages import KvReport
 
 
 def fail_loads(state: EngineState, step: Step, report: KvReport) -> dict[int, Request]:

@@ -224,7 +224,7 @@ class EngineCore:
             first = self.state.request_at(int(self.state.running[0]))
             plan.num_common_blocks = self.state.kv.num_common_blocks(first.table)
         if self.state.connector is not None:
-            plan.kv_metadata = self.state.connector.build_connector_meta()
+            plan.kv = self.state.connector.build_connector_meta()
         return plan
 
     def finish(self, result: StepResult) -> EngineOutputs:

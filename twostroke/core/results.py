@@ -13,7 +13,8 @@ from twostroke.core.load_failures import fail_loads
 from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
 from twostroke.core.step import Step
-from twostroke.messages import Finished, FinishReason, Int32s, Int64s, KvReport, StepResult
+from twostroke.kv_messages import KvReport
+from twostroke.messages import Finished, FinishReason, Int32s, Int64s, StepResult
 
 _LOAD_ERROR = "KV transfer failed: part of the prompt's KV did not arrive; limit: none; try again"
 

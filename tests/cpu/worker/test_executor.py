@@ -153,7 +153,7 @@ def test_a_killed_worker_is_noticed(process: ProcessExecutor):
 def test_a_full_queue_does_not_wait_for_a_dead_worker(process: ProcessExecutor):
     child_of(os.getpid()).kill()
     large = empty_plan(0)
-    large.kv_metadata = bytes(8 << 20)
+    large.grown_blocks = np.zeros(2 << 20, np.int32)
     with pytest.raises(EngineDeadError, match="worker process died"):
         process.submit(large)
 

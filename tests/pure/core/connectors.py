@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from twostroke.connector.base import KvRequest
-from twostroke.messages import KvReport, StepResult
+from twostroke.kv_messages import KvCommands, KvReport
+from twostroke.messages import StepResult
 from twostroke.testing.fake_executor import FakeExecutor
 
 
@@ -36,8 +37,8 @@ class Offers:
         if num_external_tokens:
             self.offers.pop(request.request_id)
 
-    def build_connector_meta(self) -> bytes:
-        return b"meta"
+    def build_connector_meta(self) -> KvCommands:
+        return KvCommands(given_up=[7])
 
     def update_connector_output(self, report: KvReport) -> None:
         self.reports.append(report)

@@ -2,7 +2,8 @@ import pytest
 
 from tests.pure.core.connectors import Offers, Reporting
 from tests.pure.core.driver import Engine, expected_tokens
-from twostroke.messages import FinishReason, KvReport
+from twostroke.kv_messages import KvReport
+from twostroke.messages import FinishReason
 
 
 def start(policy="recompute", *, prompt=12, is_async=True, settings=None, **offers):

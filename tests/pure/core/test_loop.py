@@ -16,7 +16,7 @@ from twostroke.messages import (
 )
 from twostroke.testing.fake_executor import FakeExecutor, simulated_token
 
-QUEUED, SCHEDULED, FIRST, PREEMPTED, FINISHED = EventKind
+QUEUED, SCHEDULED, FIRST, PREEMPTED, FINISHED, *_ = EventKind
 
 
 class Tampering(FakeExecutor):

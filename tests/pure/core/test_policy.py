@@ -6,7 +6,7 @@ from tests.pure.core.connectors import Offers, Reporting
 from tests.pure.core.driver import Engine, make_request
 from tests.replay import Replay
 from twostroke.core.policy import MAX_TRIES, least_lost_victim
-from twostroke.messages import KvReport
+from twostroke.kv_messages import KvReport
 
 
 def workload(requests, **config):

@@ -3,7 +3,8 @@ import pytest
 
 from tests.pure.core.connectors import Offers, Reporting
 from tests.pure.core.driver import Engine, expected_tokens
-from twostroke.messages import FinishReason, KvReport
+from twostroke.kv_messages import KvCommands, KvReport
+from twostroke.messages import FinishReason
 from twostroke.testing.fake_executor import FakeExecutor, simulated_token
 
 
@@ -96,7 +97,7 @@ def test_a_load_runs_once_it_is_reported():
     engine, connector = remote(r0=(12, True))
     engine.add(0, prompt=12, max_tokens=2)
     plan = engine.turn()
-    assert plan.kv_metadata == b"meta"
+    assert plan.kv == KvCommands(given_up=[7])
     assert len(plan.slots) == 0
     assert engine.core.stats().num_loading == 1
     report(engine, finished_recving=["r0", "unknown"])
