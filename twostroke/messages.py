@@ -272,8 +272,8 @@ class EngineReady(msgspec.Struct, tag="ready"):
     max_model_len: int
     num_blocks: int
     block_size: int
-    kv: KvEndpoint | None = None  # None: it takes no part in hand-offs
     facts: list[tuple[str, str, str]] = []  # name, value, reason: for the start-up block
+    kv: KvEndpoint | None = None  # None: it takes no part in hand-offs
 
 
 class EngineProgress(msgspec.Struct, tag="progress"):
