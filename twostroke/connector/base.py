@@ -1,15 +1,18 @@
-"""What a KV connector is to the scheduler.
+"""What a KV connector is to the scheduler, to the worker, and to what moves the bytes.
 
-The scheduler asks it for tokens whose KV exists elsewhere, and hands finished requests to it. The
-other half of a connector, which moves the bytes, lives with the worker; the two halves talk through
-`StepPlan.kv` and `StepResult.kv`.
+    core ▷ KvConnectorScheduler ──StepPlan.kv──▶ KvConnectorWorker ▷ Transport, Peer
+                                ◀─StepResult.kv─
+
+The scheduler asks its half for tokens whose KV exists elsewhere, and hands finished requests to it.
+The other half lives with the worker and reads, through a transport, the memory of other engines.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from twostroke.arrays import Int32s
-from twostroke.kv_messages import KvCommands, KvEndpoint, KvReport
+from twostroke.arrays import Int32s, Int64s, UInt8s
+from twostroke.kv_messages import KvCommands, KvEndpoint, KvLayoutRecord, KvReport
 
 
 class KvRequest(Protocol):
@@ -102,4 +105,88 @@ class KvConnectorWorker(Protocol):
 
     def shutdown(self) -> None:
         """End the threads and let go of peers and memory. Idempotent."""
+        ...
+
+
+# ---------------------------------------------------------------- what moves the bytes
+
+
+class TransferError(Exception):
+    """A peer cannot be reached, or a read failed; the message says why, without the peer's name.
+
+    Whoever catches it may reuse the memory that was read into: no byte arrives any more.
+    """
+
+
+@dataclass(frozen=True)
+class KvMemory:
+    """One rank's memory that others read, and that reads go into.
+
+        address ─▶ | pool | scratch |      leases [slots, TRANSFER_ID_BYTES], in host memory
+
+    Offsets in pieces count from `address`. The scratch takes what is read to measure a link. A slot
+    for each block is enough, as a hold has at least one block that no other hold has.
+    """
+
+    address: int
+    pool_bytes: int
+    scratch_bytes: int
+    leases: UInt8s
+    device: str = "cpu"  # or cuda:0, ...
+    fd: int = -1  # of the memory file | pool | scratch | leases |, if it is one
+
+
+class Peer(Protocol):
+    """One rank of another engine, ready to be read. Used by one thread at a time."""
+
+    def read(self, pieces: Int64s) -> None:
+        """Copy pieces [n, 3] of (offset in its memory, offset in ours, bytes); waits, without GIL.
+
+        At most the transport's `max_pieces`, each of at most `max_piece_bytes` and inside both
+        memories (TransferError otherwise). Returns once all is in place. Raises TransferError
+        only when nothing is under way any more: however long a peer hangs, this waits.
+        """
+        ...
+
+    def lease(self, slot: int) -> bytes:
+        """Its lease word, as it is now, after all that was read before. Raises TransferError."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it; no read is under way. Idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    """A way to read memory of another process."""
+
+    @property
+    def name(self) -> str:
+        """As in `KvEndpoint.transport`."""
+        ...
+
+    @property
+    def max_pieces(self) -> int:
+        """Most pieces of one `Peer.read`."""
+        ...
+
+    @property
+    def max_piece_bytes(self) -> int: ...
+
+    def open(self, memory: KvMemory, layout: KvLayoutRecord, engine_id: str) -> str:
+        """Let others read `memory`, from now until `close`. Returns our address. Called once.
+
+        Raises ConfigError when this machine cannot do it.
+        """
+        ...
+
+    def connect(self, address: str, engine_id: str) -> Peer:
+        """Shake hands with a rank of the engine; may take long. Called from several threads.
+
+        Raises TransferError, also when another engine answers at that address.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop being read. Peers are closed before. Idempotent."""
         ...
