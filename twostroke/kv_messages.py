@@ -56,8 +56,8 @@ class KvTicket(msgspec.Struct, frozen=True, kw_only=True):
     """The right to read the KV of a prompt's first `num_tokens` tokens.
 
     Minted by the engine that computed them, never taken from a client. Entry i of `block_ids` holds
-    tokens from i * block size (of that engine) on. `lease_slot` is the place of its lease word; there
-    are as many as blocks.
+    tokens from i * block size (of that engine) on. `lease_slot` is the place of its lease word
+    (there are as many as blocks).
     """
 
     transfer_id: bytes  # TRANSFER_ID_BYTES random bytes
