@@ -13,7 +13,7 @@ import typer
 from twostroke import __version__
 from twostroke.cli_bench import bench_app
 from twostroke.cli_chat import API_KEY, URL, chat
-from twostroke.cli_flags import EngineFlags, with_engine_flags
+from twostroke.cli_flags import ENGINE_ONLY, EngineFlags, with_engine_flags
 from twostroke.config import SECRET_FIELDS
 from twostroke.errors import ConfigError, ModelError, TwostrokeError
 
@@ -63,7 +63,7 @@ def exit_code(error: TwostrokeError) -> int:
 
 
 @app.command()
-@with_engine_flags()
+@with_engine_flags(without=ENGINE_ONLY)
 def serve(flags: EngineFlags) -> None:
     """Serve a model over OpenAI's API. Without MODEL a small one that is fetched once."""
     settings, explained = flags.resolve()

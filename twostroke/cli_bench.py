@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from twostroke.bench.options import ServeOptions, ThroughputOptions
-from twostroke.cli_flags import EngineFlags, with_engine_flags, with_flags_of
+from twostroke.cli_flags import ONLINE_ONLY, EngineFlags, with_engine_flags, with_flags_of
 
 bench_app = typer.Typer(
     help="Measure a server or an engine.", no_args_is_help=True, rich_markup_mode=None
@@ -41,7 +41,7 @@ def bench_serve(options: ServeOptions, json: Json = False) -> None:
 
 
 @bench_app.command("throughput")
-@with_engine_flags(server=False)
+@with_engine_flags(ONLINE_ONLY)
 @with_flags_of(ThroughputOptions)
 def bench_throughput(flags: EngineFlags, options: ThroughputOptions, json: Json = False) -> None:
     """Run prompts through an engine in this process; report tokens per second."""

@@ -17,9 +17,21 @@ from twostroke import config
 from twostroke.config import EngineConfig, Explained
 from twostroke.errors import ConfigError
 
-# Settings of the HTTP side, which an engine used in this process does not have.
+# Settings of an engine that joins a server, which the server itself does not have.
+ENGINE_ONLY = frozenset({"join", "role"})
+# Settings of the HTTP side and of the choice between engines, which one engine does not have.
 SERVER_ONLY = frozenset(
     {"host", "port", "api_key", "max_num_queued_reqs", "shutdown_timeout_s", "metrics_prefix"}
+    | {"served_model_name", "chat_template", "data_parallel_size", "prefill", "decode", "ray"}
+    | {"pd_policy", "kv_mode", "kv_lease_s", "handoff_timeout_s", "handoff_retries"}
+    | {"kv_recompute_max_tokens", "engines_listen", "engine_timeout_s"}
+)
+# What an engine used as a library does not have: it serves nobody else.
+ONLINE_ONLY = ENGINE_ONLY.union(
+    {"host", "port", "api_key", "max_num_queued_reqs", "shutdown_timeout_s", "metrics_prefix"},
+    {"prefill", "decode", "ray", "pd_policy", "kv_mode", "kv_transport", "kv_lease_s"},
+    {"handoff_timeout_s", "handoff_retries", "kv_hold_share", "kv_recompute_max_tokens"},
+    {"kv_host", "engines_listen", "key", "engine_timeout_s"},
 )
 
 
@@ -35,10 +47,12 @@ class EngineFlags:
         return config.resolve(self.given, config_file=self.config_file)
 
 
-def with_engine_flags(*, server: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def with_engine_flags(
+    without: frozenset[str] = frozenset(),
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command `[MODEL]`, `--config` and a flag for each setting, as its `flags` parameter.
 
-    Without `server` those of the HTTP side are left out. The command's own parameters stay.
+    Those named in `without` are left out. The command's own parameters stay.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,9 +62,7 @@ def with_engine_flags(*, server: bool = True) -> Callable[[Callable[..., Any]], 
             if name != "flags"
         }
         names = [
-            field.name
-            for field in dataclasses.fields(EngineConfig)
-            if server or field.name not in SERVER_ONLY
+            field.name for field in dataclasses.fields(EngineConfig) if field.name not in without
         ]
 
         def with_flags(model_argument: str | None, config_file: Path | None, **values: Any) -> Any:

@@ -8,24 +8,30 @@ what the engine derives itself (the KV pool's size, say) is recorded with its re
 
 import dataclasses
 import difflib
-import json
 import os
-import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from twostroke.config_values import (
+    coerce,
+    is_loopback,
+    parse_address,
+    read_toml,
+    speculative_settings,
+)
 from twostroke.errors import ConfigError
 
 Policy = Literal["fcfs", "priority"]
 Admission = Literal["head", "loads", "backfill"]
 Preemption = Literal["last", "least_lost"]
+Role = Literal["prefill", "decode", "both"]  # what the router sends to an engine
 ENV_PREFIX = "TWOSTROKE_"
 MAX_SPECULATIVE_TOKENS = 128  # vLLM's bound
 MAX_SHUTDOWN_TIMEOUT_S = 86_400
+MAX_HANDOFF_TIMEOUT_S = 86_400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +138,35 @@ class EngineConfig:
     prompt_lookup_min: int = _setting(3, "ngram: fewest last tokens that must recur", minimum=1)
     prompt_lookup_max: int = _setting(5, "ngram: most last tokens looked for", minimum=1)
     speculative_config: str = _setting("", "the five above as JSON, with vLLM's keys")
+    # prefill and decode in engines of their own, which hand KV over
+    prefill: int = _setting(0, "engines started here that compute prompts for others", minimum=0)
+    decode: int = _setting(0, "engines started here that continue them; 0 of both: off", minimum=0)
+    kv_transport: Literal["auto", "shm", "nixl"] = _setting(
+        "auto", "how KV is read: shm within a host, nixl also between hosts"
+    )
+    kv_mode: Literal["pull", "stream"] = _setting(
+        "pull", "KV moves once the prompt is computed, or chunk by chunk meanwhile"
+    )
+    pd_policy: Literal["always", "cost", "never"] = _setting(
+        "cost", "hand a prompt over: always, where the estimate says it pays, or never"
+    )
+    kv_lease_s: float = _setting(30.0, "seconds that KV is held for a reader who is silent")
+    kv_hold_share: float = _setting(0.5, "share of the KV pool that held prompts may take")
+    handoff_timeout_s: float = _setting(120.0, "seconds after which a hand-off has failed")
+    handoff_retries: int = _setting(1, "times a failed hand-off is tried another way", minimum=0)
+    kv_recompute_max_tokens: int = _setting(
+        16384, "longest prompt that decode computes itself once its hand-off failed", minimum=0
+    )
+    kv_host: str = _setting("", "address at which other hosts reach this engine's KV (nixl)")
+    # engines in other places
+    engines_listen: str = _setting("", "HOST:PORT where engines may join; empty: none may")
+    key: str = _setting("", "file with the key that server and joining engines share")
+    join: str = _setting("", "HOST:PORT of the server that this engine joins")
+    role: Role = _setting("both", "what a joining engine is for")
+    engine_timeout_s: float = _setting(
+        15.0, "seconds of silence after which a joined engine counts as dead"
+    )
+    ray: str = _setting("", "address of the Ray cluster that the engines are placed on")
     # server
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(8000, "port to listen on", minimum=0)
@@ -141,6 +176,27 @@ class EngineConfig:
     metrics_prefix: Literal["twostroke", "vllm"] = _setting("twostroke", "of Prometheus names")
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "of the log")
     trace: str = _setting("", "write a Chrome trace of the threads to this file")
+
+    @property
+    def local_roles(self) -> tuple[Role, ...]:
+        """Roles of the engines that run here, in the order of their numbers.
+
+        A server that others may join has no engine of its own unless it is told to.
+        """
+        if self.join:
+            return (self.role,)
+        if self.ray:
+            return ()
+        if self.prefill or self.decode or self.engines_listen:
+            counts: list[tuple[Role, int]] = [("prefill", self.prefill), ("decode", self.decode)]
+        else:
+            counts = [("both", self.data_parallel_size)]
+        return tuple(role for role, count in counts for _ in range(count))
+
+    @property
+    def hands_off(self) -> bool:
+        """Whether KV can move between the engines, so that they need a connector."""
+        return bool(self.prefill or self.decode or self.engines_listen or self.join)
 
 
 SECRET_FIELDS = frozenset({"api_key"})
@@ -184,11 +240,11 @@ def resolve(
             near = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {near[0]}?" if near else "see twostroke config --explain"
             raise ConfigError(f"unknown setting {shown}", hint=hint)
-        values[name] = _coerce(kinds[name], value, shown, fields[name].metadata["minimum"])
+        values[name] = coerce(kinds[name], value, shown, fields[name].metadata["minimum"])
         sources[name] = (source, shown)
 
     if config_file is not None:
-        for key, value in _read_toml(config_file).items():
+        for key, value in read_toml(config_file).items():
             take(key.replace("-", "_"), value, "file", f"{key} in {config_file}")
     for key, text in environ.items():
         if key.startswith(ENV_PREFIX) and key not in OTHER_ENVIRONMENT:
@@ -198,10 +254,14 @@ def resolve(
             take(name, value, "flag", "--" + name.replace("_", "-"))
 
     if values["speculative_config"]:
-        for name, value in _speculative_settings(values["speculative_config"]).items():
+        for name, value in speculative_settings(values["speculative_config"]).items():
             take(name, value, sources["speculative_config"][0], f"{name} of --speculative-config")
     config = EngineConfig(**values)
     _check(config)
+    if config.hands_off and config.kv_transport == "auto":
+        values["kv_transport"], reason = _derive_transport(config)
+        sources["kv_transport"] = ("derived", reason)
+        config = EngineConfig(**values)
     explained = [
         Explained(
             name,
@@ -227,88 +287,6 @@ def cache_dir() -> Path:
     return Path(base).expanduser() / "twostroke"
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-
-
-# vLLM's keys of --speculative-config, and our settings.
-_SPECULATIVE_KEYS = {
-    "method": "speculative_method",
-    "model": "speculative_model",
-    "num_speculative_tokens": "num_speculative_tokens",
-    "prompt_lookup_min": "prompt_lookup_min",
-    "prompt_lookup_max": "prompt_lookup_max",
-}
-
-
-def _speculative_settings(text: str) -> dict[str, Any]:
-    """Settings by name out of the JSON object of `speculative_config`."""
-    try:
-        given = json.loads(text)
-        if not isinstance(given, dict):
-            raise ValueError("not an object")
-    except ValueError as error:
-        raise ConfigError(
-            f"--speculative-config is not a JSON object: {error}",
-            hint='for example {"method": "ngram", "num_speculative_tokens": 4}',
-        ) from None
-    if unknown := sorted(set(given) - set(_SPECULATIVE_KEYS)):
-        raise ConfigError(
-            f"--speculative-config has the key {unknown[0]!r}; "
-            f"known are {', '.join(_SPECULATIVE_KEYS)}"
-        )
-    if "model" in given:
-        given.setdefault("method", "draft_model")
-    # As in vLLM, one bound alone stands for both.
-    bounds = {"prompt_lookup_min", "prompt_lookup_max"} & set(given)
-    if len(bounds) == 1:
-        one = given[bounds.pop()]
-        given |= {"prompt_lookup_min": one, "prompt_lookup_max": one}
-    return {_SPECULATIVE_KEYS[key]: value for key, value in given.items()}
-
-
-_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
-
-
-def _coerce(kind: Any, value: Any, shown: str, minimum: int | None) -> Any:
-    """Turn a flag, TOML value or environment text into `kind`, or say what would be right."""
-    if isinstance(kind, types.UnionType):
-        raise TypeError(f"setting of type {kind} is not supported")
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        if value not in choices:
-            near = difflib.get_close_matches(str(value), choices, n=1)
-            hint = f"did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{shown} is {value!r}; choices: {', '.join(choices)}", hint=hint)
-        return value
-    if kind is bool:
-        if isinstance(value, bool):
-            return value
-        text = str(value).lower()
-        if text not in _TRUE | _FALSE:
-            raise ConfigError(f"{shown} is {value!r}; it must be true or false")
-        return text in _TRUE
-    if kind in (int, float):
-        try:
-            if isinstance(value, bool) or (kind is int and isinstance(value, float)):
-                raise ValueError
-            number = kind(value)
-        except (TypeError, ValueError):
-            wanted = "a whole number" if kind is int else "a number"
-            raise ConfigError(f"{shown} is {value!r}; it must be {wanted}") from None
-        if minimum is not None and number < minimum:
-            raise ConfigError(f"{shown} is {number}; it must be at least {minimum}")
-        return number
-    if not isinstance(value, str):
-        raise ConfigError(f"{shown} is {value!r}; it must be text")
-    return value
-
-
 def _check(config: EngineConfig) -> None:
     """Rules over several settings."""
     if not 0 < config.gpu_memory_utilization <= 1:
@@ -332,6 +310,8 @@ def _check(config: EngineConfig) -> None:
             hint="set --max-model-len to at most --max-num-batched-tokens",
         )
     _check_speculation(config)
+    _check_handoff(config)
+    _check_joining(config)
     if not 0 <= config.shutdown_timeout_s <= MAX_SHUTDOWN_TIMEOUT_S:
         raise ConfigError(
             f"--shutdown-timeout-s is {config.shutdown_timeout_s}; it must be at least 0 and at "
@@ -369,3 +349,83 @@ def _check_speculation(config: EngineConfig) -> None:
             f"draft row for each of --max-num-seqs {config.max_num_seqs}",
             hint="raise --max-num-batched-tokens or lower --max-num-seqs",
         )
+
+
+def _check_handoff(config: EngineConfig) -> None:
+    joinable = config.engines_listen
+    if bool(config.prefill) != bool(config.decode) and not joinable:
+        given, other = ("prefill", "decode") if config.prefill else ("decode", "prefill")
+        raise ConfigError(
+            f"--{given} is {getattr(config, given)} and --{other} 0",
+            hint=f"give both, or --engines-listen and let engines with --role {other} join",
+        )
+    if config.data_parallel_size > 1 and config.hands_off:
+        why = next(it for it in ("join", "engines_listen", "prefill") if getattr(config, it))
+        raise ConfigError(
+            f"--data-parallel-size {config.data_parallel_size} does not go with "
+            f"--{why.replace('_', '-')}",
+            hint="say how many engines there are by --prefill and --decode, and let more join",
+        )
+    if config.hands_off and config.speculative_method == "draft_model":
+        raise ConfigError(
+            "a draft model does not work where KV is handed over, for its own KV is not",
+            hint="use --speculative-method ngram",
+        )
+    if not 0 < config.kv_hold_share <= 1:
+        raise ConfigError(f"--kv-hold-share is {config.kv_hold_share}; it must be in (0, 1]")
+    if not config.kv_lease_s >= 1:
+        raise ConfigError(f"--kv-lease-s is {config.kv_lease_s}; it must be at least 1")
+    if not config.kv_lease_s < config.handoff_timeout_s <= MAX_HANDOFF_TIMEOUT_S:
+        raise ConfigError(
+            f"--handoff-timeout-s is {config.handoff_timeout_s}; it must be more than "
+            f"--kv-lease-s {config.kv_lease_s} and at most {MAX_HANDOFF_TIMEOUT_S}",
+            hint="a lease is renewed while the hand-off lasts",
+        )
+
+
+def _check_joining(config: EngineConfig) -> None:
+    for name in ("engines_listen", "join"):
+        if text := getattr(config, name):
+            parse_address(text, "--" + name.replace("_", "-"))
+    if config.join:
+        for name in ("engines_listen", "ray", "prefill", "decode"):
+            if value := getattr(config, name):
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(
+                    f"--join {config.join} does not go with {flag} {value}",
+                    hint="twostroke engine is one engine of a server that runs elsewhere",
+                )
+    elif config.role != "both":
+        raise ConfigError(
+            f"--role is {config.role} without --join",
+            hint="twostroke serve has --prefill and --decode",
+        )
+    if config.ray and not (config.prefill and config.decode and config.engines_listen):
+        raise ConfigError(
+            f"--ray {config.ray} needs --prefill, --decode and --engines-listen",
+            hint="they say how many engines Ray starts, and where those find this server",
+        )
+    if bool(config.key) != bool(config.engines_listen or config.join):
+        raise ConfigError(
+            f"--key is {config.key}, but no engine can join"
+            if config.key
+            else "engines that join over the network need --key FILE",
+            hint="--engines-listen of the server and --join of the engine go with the same --key; "
+            "twostroke key FILE makes one",
+        )
+    if not 1 <= config.engine_timeout_s <= 3600:
+        raise ConfigError(
+            f"--engine-timeout-s is {config.engine_timeout_s}; it must be from 1 to 3600"
+        )
+
+
+def _derive_transport(config: EngineConfig) -> tuple[Literal["shm", "nixl"], str]:
+    """shm where all engines must be on this host, on a CPU; nixl everywhere else."""
+    if config.device == "cuda":
+        return "nixl", "KV is on GPUs"
+    if config.ray:
+        return "nixl", "engines on the nodes of a Ray cluster"
+    for flag, text in (("--engines-listen", config.engines_listen), ("--join", config.join)):
+        if text and not is_loopback(parse_address(text, flag)[0]):
+            return "nixl", f"{flag} {text} is reached from other hosts"
+    return "shm", "all engines are on this host"

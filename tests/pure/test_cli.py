@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from twostroke import cli, cli_chat
-from twostroke.cli_flags import SERVER_ONLY
+from twostroke.cli_flags import ENGINE_ONLY, ONLINE_ONLY
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError, EngineDeadError, ModelError, UnsupportedModelError
 
@@ -42,6 +42,9 @@ def launched(monkeypatch):
 def test_serve_has_a_flag_for_every_setting_with_its_meaning_and_default():
     shown = " ".join(run("serve", "--help").output.split())
     for field in dataclasses.fields(EngineConfig):
+        if field.name in ENGINE_ONLY:
+            assert f"--{field.name} " not in shown
+            continue
         assert f"--{field.name.replace('_', '-')} " in shown
         assert " ".join(field.metadata["doc"].split()) in shown
     assert "[default: 8000]" in shown
@@ -340,4 +343,4 @@ def test_bench_throughput_measures_an_engine_with_the_settings_given(monkeypatch
     assert (figures["num_requests"], figures["total_num_tokens"]) == (4, 40)
     assert "4 x 8 in / 2 out" in result.stdout
     shown = run("bench", "throughput", "--help").output
-    assert not [name for name in SERVER_ONLY if f"--{name.replace('_', '-')} " in shown]
+    assert not [name for name in ONLINE_ONLY if f"--{name.replace('_', '-')} " in shown]

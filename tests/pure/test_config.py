@@ -7,6 +7,9 @@ from twostroke import config
 from twostroke.config import EngineConfig, resolve
 from twostroke.errors import ConfigError
 
+LISTEN = {"engines_listen": "127.0.0.1:8100", "key": "k"}
+JOIN = {"join": "127.0.0.1:8100", "key": "k"}
+
 
 def sources(flags, **where):
     _, explained = resolve(flags, environ=where.pop("environ", {}), **where)
@@ -100,11 +103,83 @@ def test_a_secret_is_used_but_not_shown():
             {"speculative_config": '{"num_speculative_tokens": "x"}'},
             "num_speculative_tokens of --speculative-config is 'x'; it must be a whole number",
         ),
+        ({"prefill": 1}, "--prefill is 1 and --decode 0; give both, or --engines-listen"),
+        ({"decode": 2}, "--decode is 2 and --prefill 0; .* engines with --role prefill join"),
+        (
+            {"prefill": 1, "decode": 1, "data_parallel_size": 2},
+            "--data-parallel-size 2 does not go with --prefill; say how many",
+        ),
+        (
+            LISTEN | {"data_parallel_size": 2},
+            "--data-parallel-size 2 does not go with --engines-listen",
+        ),
+        (
+            {"prefill": 1, "decode": 1, "speculative_config": '{"model": "x"}'},
+            "a draft model does not work where KV is handed over",
+        ),
+        ({"kv_hold_share": 0}, r"--kv-hold-share is 0.0; it must be in \(0, 1\]"),
+        ({"kv_lease_s": 0.5}, "--kv-lease-s is 0.5; it must be at least 1"),
+        ({"kv_lease_s": "nan"}, "it must be at least 1"),
+        ({"handoff_timeout_s": 30}, "it must be more than --kv-lease-s 30.0"),
+        ({"handoff_timeout_s": "inf"}, "and at most 86400"),
+        ({"handoff_retries": -1}, "at least 0"),
+        ({"engines_listen": "x:1"}, "engines that join over the network need --key FILE"),
+        ({"key": "k"}, "--key is k, but no engine can join; .* twostroke key FILE makes one"),
+        (LISTEN | {"engines_listen": "8100"}, "--engines-listen is '8100'; it must be HOST:PORT"),
+        (LISTEN | {"engines_listen": "::1:80"}, r"must be HOST:PORT; for example .*\[::1\]:8100"),
+        (LISTEN | {"engines_listen": "h:70000"}, "must be HOST:PORT"),
+        (LISTEN | {"engines_listen": "h:-1"}, "must be HOST:PORT"),
+        (LISTEN | {"engines_listen": "[h]:1"}, "must be HOST:PORT"),
+        (LISTEN | {"join": "x:1"}, "--join x:1 does not go with --engines-listen 127.0.0.1:8100"),
+        ({"role": "decode"}, "--role is decode without --join"),
+        ({"ray": "auto", "prefill": 1, "decode": 1}, "--ray auto needs --prefill, --decode and"),
+        (LISTEN | {"engine_timeout_s": 0.5}, "--engine-timeout-s is 0.5; it must be from 1"),
     ],
 )
 def test_what_cannot_work_is_refused_with_value_limit_and_hint(flags, words):
     with pytest.raises(ConfigError, match=words):
         resolve(flags, environ={})
+
+
+@pytest.mark.parametrize(
+    ("flags", "roles", "hands_off"),
+    [
+        ({}, ("both",), False),
+        ({"data_parallel_size": 2}, ("both", "both"), False),
+        ({"prefill": 1, "decode": 2}, ("prefill", "decode", "decode"), True),
+        (LISTEN, (), True),
+        (LISTEN | {"prefill": 1}, ("prefill",), True),
+        (JOIN, ("both",), True),
+        (JOIN | {"role": "decode"}, ("decode",), True),
+        (LISTEN | {"ray": "auto", "prefill": 1, "decode": 1}, (), True),
+    ],
+)
+def test_which_engines_run_here(flags, roles, hands_off):
+    settings, _ = resolve(flags, environ={})
+    assert settings.local_roles == roles
+    assert settings.hands_off is hands_off
+
+
+@pytest.mark.parametrize(
+    ("flags", "transport", "reason"),
+    [
+        ({"prefill": 1, "decode": 1}, "shm", "all engines are on this host"),
+        (LISTEN, "shm", "all engines are on this host"),
+        (LISTEN | {"engines_listen": "[::1]:1"}, "shm", "all engines are on this host"),
+        (JOIN | {"join": "localhost:1"}, "shm", "all engines are on this host"),
+        (JOIN | {"join": "10.0.0.1:1"}, "nixl", "--join 10.0.0.1:1 is reached from other hosts"),
+        (LISTEN | {"engines_listen": "0.0.0.0:1"}, "nixl", "--engines-listen 0.0.0.0:1 is reached"),
+        ({"prefill": 1, "decode": 1, "device": "cuda"}, "nixl", "KV is on GPUs"),
+        (LISTEN | {"ray": "auto", "prefill": 1, "decode": 1}, "nixl", "nodes of a Ray cluster"),
+    ],
+)
+def test_the_transport_follows_from_where_the_engines_are(flags, transport, reason):
+    assert resolve(flags, environ={})[0].kv_transport == transport
+    value, source, why = sources(flags)["kv_transport"]
+    assert (value, source) == (transport, "derived")
+    assert reason in why
+    assert sources(flags | {"kv_transport": "nixl"})["kv_transport"][:2] == ("nixl", "flag")
+    assert sources({})["kv_transport"][:2] == ("auto", "default")
 
 
 def test_vllms_speculative_config_sets_ours():

@@ -115,6 +115,11 @@ class LLM:
 
     def __init__(self, model: str = "", *, launch: Launch | None = None, **settings: Any) -> None:
         self.config, _ = resolve_config({"model": model, **settings})
+        if self.config.hands_off:
+            raise ConfigError(
+                "LLM runs plain engines only, without --prefill, --decode, --join and the like",
+                hint="twostroke serve runs prefill and decode apart",
+            )
         checkpoint = resolve_checkpoint(self.config)
         self.tokenizer: Tokenizer = load_tokenizer(checkpoint, self.config.tokenizer)
         self._chat_template = self._load_chat_template(checkpoint)
