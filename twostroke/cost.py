@@ -1,14 +1,27 @@
 """What a step and a transfer cost in seconds: the one model behind routing, planning and the twin.
 
     step      `StepCost.step_s(work)`            a roofline, a fit, or measured kernels
-    transfer  `LinkCost.transfer_s(messages, bytes)` = base + messages * each + bytes / rate
+    transfer  `LinkCost.transfer_s(messages, bytes)`
+    host      `HostCost`: what the processes around the device add
+    B(t)      `BandwidthCurve`: a link's bandwidth over time
 
 A step's cost follows from a few sums over its rows (`StepWork`), so it can be measured anywhere and
-fitted by least squares.
+fitted by least squares (`cost_fit`) and kept in a file (`cost_profile`).
 """
 
-from dataclasses import dataclass
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from twostroke.arrays import Float64s, Int32s
+from twostroke.errors import ConfigError
+
+# ---------------------------------------------------------------- steps
 
 
 class StepWork(NamedTuple):
@@ -21,21 +34,259 @@ class StepWork(NamedTuple):
     context_tokens: float
     attended_tokens: float
 
+    @classmethod
+    def of_rows(cls, num_computed: Int32s, num_scheduled: Int32s, num_sampled: int) -> "StepWork":
+        """The work of a plan's columns: tokens in place, and tokens to run, by row."""
+        computed = num_computed.astype(np.float64)
+        scheduled = num_scheduled.astype(np.float64)
+        return cls(
+            float(scheduled.sum()),
+            len(num_scheduled),
+            num_sampled,
+            float(computed.sum()),
+            float((scheduled * (computed + scheduled / 2)).sum()),
+        )
+
+
+class StepColumns(NamedTuple):
+    """`StepWork` of many steps in columns, one entry a step."""
+
+    num_tokens: Float64s
+    num_rows: Float64s
+    num_sampled: Float64s
+    context_tokens: Float64s
+    attended_tokens: Float64s
+
+    @classmethod
+    def of_decodes(cls, num_rows: int, context_tokens: int, num_steps: int) -> "StepColumns":
+        """`num_steps` steps in a row in which each of `num_rows` rows decodes one token.
+
+        `context_tokens` is the sum over rows before the first step; each step adds `num_rows`.
+        """
+        rows = np.full(num_steps, float(num_rows))
+        context = context_tokens + num_rows * np.arange(num_steps, dtype=np.float64)
+        return cls(rows, rows, rows, context, context + num_rows / 2)
+
 
 class StepCost(Protocol):
     """Predicts how long a step takes on the device."""
 
     def step_s(self, work: StepWork) -> float: ...
 
+    def step_s_many(self, works: StepColumns) -> Float64s:
+        """[steps] The same as `step_s` of each, to the last bit."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearStepCost:
+    """Seconds as a sum over what a step does, each share measured; none is negative.
+
+    `knees` (n, s): each token beyond n takes s more. Weights are read once however few tokens there
+    are, so the first tokens may be all but free (memory-bound) and those beyond cost arithmetic.
+    """
+
+    base_s: float
+    token_s: float = 0.0
+    row_s: float = 0.0
+    sampled_s: float = 0.0
+    context_s: float = 0.0
+    attended_s: float = 0.0
+    knees: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        shares = (self.base_s, self.token_s, self.row_s, self.sampled_s, self.context_s)
+        check_numbers(
+            "step cost", *shares, self.attended_s, *(x for knee in self.knees for x in knee)
+        )
+
+    def step_s(self, work: StepWork) -> float:
+        """Seconds of one step."""
+        seconds = self.base_s + work.num_tokens * self.token_s + work.num_rows * self.row_s
+        seconds += work.num_sampled * self.sampled_s + work.context_tokens * self.context_s
+        seconds += work.attended_tokens * self.attended_s
+        for knee, token_s in self.knees:
+            seconds += max(work.num_tokens - knee, 0.0) * token_s
+        return seconds
+
+    def step_s_many(self, works: StepColumns) -> Float64s:
+        """Seconds of many steps: the same operations in the same order as `step_s`."""
+        seconds = self.base_s + works.num_tokens * self.token_s + works.num_rows * self.row_s
+        seconds += works.num_sampled * self.sampled_s + works.context_tokens * self.context_s
+        seconds += works.attended_tokens * self.attended_s
+        for knee, token_s in self.knees:
+            seconds += np.maximum(works.num_tokens - knee, 0.0) * token_s
+        return seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCost:
+    """What the processes around the device add, in seconds.
+
+    sent ─ ingress ─▶ engine has it   step ─ gap ─▶ next step   step ends ─ egress ─▶ client has it
+
+    `slowdown[n - 1]`: how many times longer a step takes while n engines of one host compute.
+    """
+
+    gap_s: float = 0.0  # the device waits this long between two steps
+    gap_row_s: float = 0.0  # and this much longer for each row
+    ingress_s: float = 0.0
+    ingress_token_s: float = 0.0  # for each prompt token
+    egress_s: float = 0.0
+    egress_row_s: float = 0.0  # for each row of the step
+    slowdown: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        check_numbers("host cost", self.gap_s, self.gap_row_s, self.ingress_s, self.ingress_token_s)
+        check_numbers("host cost", self.egress_s, self.egress_row_s)
+        check_numbers("slowdown", *self.slowdown, least=1.0)
+        if not self.slowdown:
+            raise ConfigError("slowdown is empty; it must say at least that of one engine: [1.0]")
+
+    def slowdown_of(self, num_busy: int) -> float:
+        """For `num_busy` engines that compute at once; beyond what was measured, in proportion."""
+        known = len(self.slowdown)
+        if num_busy <= known:
+            return self.slowdown[max(num_busy, 1) - 1]
+        return self.slowdown[-1] * num_busy / known
+
+
+# ---------------------------------------------------------------- transfers
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCost:
-    """T = base + messages * each + bytes / rate, as measured between two engines."""
+    """T = base + messages * each + bytes / rate, as measured between two engines.
+
+    `pipelined`: while one message's bytes move the next is being issued, as network cards do, so
+    the slower of the two counts: T = base + max(messages * each, bytes / rate).
+    """
 
     base_s: float = 0.0
     message_s: float = 0.0
     bytes_per_s: float
+    pipelined: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers("link cost", self.base_s, self.message_s)
+        if not 0 < self.bytes_per_s < math.inf:
+            raise ConfigError(f"a link's rate is {self.bytes_per_s} bytes/s; it must be over 0")
 
     def transfer_s(self, num_messages: int, num_bytes: int) -> float:
         """Seconds until `num_bytes` in `num_messages` pieces have arrived, on an idle link."""
-        return self.base_s + num_messages * self.message_s + num_bytes / self.bytes_per_s
+        issue_s, move_s = num_messages * self.message_s, num_bytes / self.bytes_per_s
+        return self.base_s + (max(issue_s, move_s) if self.pipelined else issue_s + move_s)
+
+
+@dataclass(frozen=True)
+class BandwidthCurve:
+    """A link's bandwidth over time: `bytes_per_s[i]` holds from `times_s[i]` to the next.
+
+    The first holds before its time too, the last for ever, unless there is a `period_s`, after
+    which it all begins anew.
+    """
+
+    times_s: tuple[float, ...]
+    bytes_per_s: tuple[float, ...]
+    period_s: float | None = None
+    _moved: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        times, rates = self.times_s, self.bytes_per_s
+        if not times or len(times) != len(rates):
+            raise ConfigError(
+                f"a bandwidth curve has {len(times)} times and {len(rates)} rates; "
+                "it must have as many of each, and at least one"
+            )
+        check_numbers("bandwidth curve", *rates, *times)
+        if any(after <= before for before, after in pairwise(times)):
+            raise ConfigError("the times of a bandwidth curve do not grow; sort them")
+        if self.period_s is not None:
+            if not times[-1] < self.period_s < math.inf or times[0] != 0:
+                raise ConfigError(
+                    f"a bandwidth curve's period is {self.period_s} s; its times must begin at 0 "
+                    f"and end before it, and the last is {times[-1]} s"
+                )
+            times = (*times, self.period_s)
+        spans = [after - before for before, after in pairwise(times)]
+        moved = accumulate((r * s for r, s in zip(rates, spans, strict=False)), initial=0.0)
+        object.__setattr__(self, "_moved", tuple(moved))
+
+    def rate_at(self, time_s: float) -> float:
+        """Bytes per second at `time_s`."""
+        if self.period_s is not None:
+            time_s %= self.period_s
+        return self.bytes_per_s[max(bisect_right(self.times_s, time_s) - 1, 0)]
+
+    def moved_bytes(self, start_s: float, end_s: float) -> float:
+        """What moves from `start_s` to `end_s` when nothing else does: the integral of B."""
+        return self._since_zero(end_s) - self._since_zero(start_s)
+
+    def end_s(self, start_s: float, num_bytes: float) -> float:
+        """When `num_bytes` that begin to move at `start_s` have moved; inf if never."""
+        if num_bytes <= 0:
+            return start_s
+        return max(start_s, self._inverse(self._since_zero(start_s) + num_bytes))
+
+    def _since_zero(self, time_s: float) -> float:
+        """The integral of B from the first time on (negative before it)."""
+        whole = 0.0
+        if self.period_s is not None:
+            periods, time_s = divmod(time_s, self.period_s)
+            whole = periods * self._moved[-1]
+        i = max(bisect_right(self.times_s, time_s) - 1, 0)
+        return whole + self._moved[i] + self.bytes_per_s[i] * (time_s - self.times_s[i])
+
+    def _inverse(self, moved: float) -> float:
+        """The first time at which that much has moved."""
+        offset_s = 0.0
+        if self.period_s is not None:
+            if self._moved[-1] <= 0:
+                return math.inf
+            periods = math.ceil(moved / self._moved[-1]) - 1
+            offset_s, moved = periods * self.period_s, moved - periods * self._moved[-1]
+        # The last stretch that had moved less when it began: stretches without bandwidth end later.
+        i = max(
+            bisect_right(self._moved[: len(self.times_s)], math.nextafter(moved, -math.inf)) - 1, 0
+        )
+        rate = self.bytes_per_s[i]
+        if rate <= 0:
+            return math.inf
+        return offset_s + self.times_s[i] + (moved - self._moved[i]) / rate
+
+    @classmethod
+    def from_file(cls, path: Path, period_s: float | None = None) -> "BandwidthCurve":
+        """Read `seconds,bytes per second` lines; a first line of names is passed over.
+
+        Raises ConfigError for a file that cannot be read, or a line that is no such pair.
+        """
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the bandwidth curve {path}: {error}") from None
+        pairs: list[tuple[float, float]] = []
+        for number, line in enumerate(lines, 1):
+            cells = line.split("#")[0].split(",")
+            if not any(cell.strip() for cell in cells):
+                continue
+            try:
+                time_s, rate = map(float, cells)
+            except ValueError:
+                if not pairs and number == 1:
+                    continue
+                raise ConfigError(
+                    f"line {number} of {path} is {line[:60]!r}; it must be a time in seconds and a "
+                    "rate in bytes per second: 0.5,25e9"
+                ) from None
+            pairs.append((time_s, rate))
+        if not pairs:
+            raise ConfigError(f"the bandwidth curve {path} has no line")
+        times_s, rates = zip(*pairs, strict=True)
+        return cls(times_s, rates, period_s)
+
+
+def check_numbers(name: str, *values: float, least: float = 0.0) -> None:
+    """ConfigError unless all are finite and not below `least`."""
+    for value in values:
+        if not least <= value < math.inf:
+            raise ConfigError(f"{name} has a value of {value}; it must be at least {least:g}")

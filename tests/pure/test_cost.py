@@ -1,0 +1,153 @@
+"""What steps and transfers cost: work of plans, scalar and vectorised costs, curves, refusals."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twostroke.cost import (
+    BandwidthCurve,
+    HostCost,
+    LinearStepCost,
+    LinkCost,
+    StepColumns,
+    StepWork,
+)
+from twostroke.errors import ConfigError
+
+shares = st.floats(0, 1e-2)
+costs = st.builds(
+    LinearStepCost,
+    base_s=shares,
+    token_s=shares,
+    row_s=shares,
+    sampled_s=shares,
+    context_s=shares,
+    attended_s=shares,
+    knees=st.lists(st.tuples(st.floats(0, 4096), shares), max_size=2).map(tuple),
+)
+
+
+def test_work_of_a_plan() -> None:
+    """A prompt's chunk of 100 after 50, and two decodes."""
+    work = StepWork.of_rows(np.array([50, 7, 9], np.int32), np.array([100, 1, 1], np.int32), 2)
+    assert work == (102, 3, 2, 66, 100 * (50 + 50) + 7.5 + 9.5)
+
+
+def test_work_of_a_huge_plan_does_not_overflow() -> None:
+    work = StepWork.of_rows(np.array([2**20], np.int32), np.array([2**17], np.int32), 1)
+    assert work.attended_tokens == 2**17 * (2**20 + 2**16)
+
+
+@given(costs, st.integers(1, 300), st.integers(0, 10**7), st.integers(1, 50))
+def test_many_steps_cost_what_each_costs(
+    cost: LinearStepCost, rows: int, context: int, steps: int
+) -> None:
+    """To the last bit: the twin advances by either."""
+    works = StepColumns.of_decodes(rows, context, steps)
+    each = []
+    for step in range(steps):
+        before = context + step * rows
+        each.append(cost.step_s(StepWork(rows, rows, rows, before, before + rows / 2)))
+    assert cost.step_s_many(works).tolist() == each
+
+
+def test_a_knee_is_free_up_to_it() -> None:
+    cost = LinearStepCost(base_s=1.0, knees=((64, 0.5),))
+    assert cost.step_s(StepWork(64, 1, 1, 0, 0)) == 1.0
+    assert cost.step_s(StepWork(66, 1, 1, 0, 0)) == 2.0
+
+
+@pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf])
+def test_costs_refuse_what_is_no_time(bad: float) -> None:
+    with pytest.raises(ConfigError):
+        LinearStepCost(base_s=0.0, token_s=bad)
+    with pytest.raises(ConfigError):
+        LinearStepCost(base_s=0.0, knees=((8, bad),))
+    with pytest.raises(ConfigError):
+        HostCost(gap_s=bad)
+    with pytest.raises(ConfigError):
+        LinkCost(bytes_per_s=bad)
+
+
+def test_slowdown_beyond_what_was_measured_grows_in_proportion() -> None:
+    host = HostCost(slowdown=(1.0, 1.5))
+    assert [host.slowdown_of(n) for n in (0, 1, 2, 3, 4)] == [1.0, 1.0, 1.5, 2.25, 3.0]
+
+
+def test_links() -> None:
+    summed = LinkCost(base_s=1.0, message_s=0.5, bytes_per_s=100)
+    assert summed.transfer_s(2, 300) == 5.0
+    piped = LinkCost(base_s=1.0, message_s=0.5, bytes_per_s=100, pipelined=True)
+    assert piped.transfer_s(2, 300) == 4.0
+    assert piped.transfer_s(20, 300) == 11.0
+
+
+def test_a_curve_by_hand() -> None:
+    curve = BandwidthCurve((0.0, 2.0, 3.0), (10.0, 0.0, 5.0))
+    assert [curve.rate_at(t) for t in (-1, 0, 1.9, 2, 2.5, 3, 100)] == [10, 10, 10, 0, 0, 5, 5]
+    assert curve.moved_bytes(1, 5) == 20
+    assert curve.end_s(1, 10) == 2.0
+    assert curve.end_s(1, 15) == 4.0
+    assert curve.end_s(2.5, 0) == 2.5
+    assert BandwidthCurve((0.0,), (0.0,)).end_s(0, 1) == math.inf
+    assert BandwidthCurve((0.0,), (4.0,)).end_s(3, 8) == 5.0
+
+
+def test_a_curve_with_a_period_by_hand() -> None:
+    curve = BandwidthCurve((0.0, 1.0), (10.0, 0.0), period_s=2.0)
+    assert curve.moved_bytes(0, 20) == 100
+    assert curve.end_s(0, 10) == 1.0
+    assert curve.end_s(0, 15) == 2.5
+    assert curve.end_s(1.5, 10) == 3.0
+    assert curve.rate_at(6.5) == 10
+    assert BandwidthCurve((0.0,), (0.0,), 1.0).end_s(0, 1) == math.inf
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> BandwidthCurve:
+    spans = draw(st.lists(st.floats(0.01, 10), min_size=1, max_size=5))
+    rates = draw(st.lists(st.floats(1, 1e3) | st.just(0.0), min_size=len(spans), max_size=5))
+    rates = (rates * 5)[: len(spans)]
+    times = tuple(float(t) for t in np.cumsum([0.0, *spans[:-1]]))
+    period = times[-1] + spans[-1] if draw(st.booleans()) else None
+    return BandwidthCurve(times, tuple(rates), period)
+
+
+@given(curves(), st.floats(0, 50), st.floats(0.1, 1e4))
+def test_a_transfer_ends_when_its_bytes_have_moved(
+    curve: BandwidthCurve, start_s: float, num_bytes: float
+) -> None:
+    end_s = curve.end_s(start_s, num_bytes)
+    assert end_s >= start_s
+    if end_s == math.inf:
+        assert max(curve.bytes_per_s) == 0 or curve.bytes_per_s[-1] == 0
+    else:
+        assert curve.moved_bytes(start_s, end_s) == pytest.approx(num_bytes, rel=1e-6, abs=1e-6)
+
+
+def test_a_curve_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "link.csv"
+    path.write_text("time_s,bytes_per_s\n0,25e9  # idle\n\n1.5,5e9\n")
+    assert BandwidthCurve.from_file(path) == BandwidthCurve((0.0, 1.5), (25e9, 5e9))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a,b\n", "0,1\nx,2\n", "0,1,2\n", "0,1\n0,2\n", "0,-1\n", "0,nan\n", "1,1\n0,1\n", "\xff"],
+)
+def test_a_file_that_is_no_curve(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "link.csv"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError):
+        BandwidthCurve.from_file(path)
+
+
+def test_curves_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="period"):
+        BandwidthCurve((0.0, 2.0), (1.0, 1.0), 1.0)
+    with pytest.raises(ConfigError, match="as many"):
+        BandwidthCurve((), ())

@@ -1,0 +1,299 @@
+"""Step and transfer costs from what was measured, by non-negative least squares.
+
+    batch     `fit_step_cost(samples)`, `fit_link_cost(...)`: robust, with the error that is left
+    online    `OnlineFit`: a few sums, old samples forgotten, for a router that learns as it runs
+
+Residuals are relative: a step of 1 ms counts as much as one of 1 s. Negative shares would predict
+nonsense beyond what was measured, so there are none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from twostroke.arrays import Float64s
+from twostroke.cost import LinearStepCost, LinkCost, StepWork
+from twostroke.messages import StepSample
+
+
+@dataclass(frozen=True)
+class FitError:
+    """How far a fit is from what was measured; shares, 0.05 is 5 %."""
+
+    num_samples: int
+    median: float  # of |predicted - measured| / measured
+    p90: float
+    bias: float  # of the sums: predicted / measured - 1
+
+    @classmethod
+    def of(
+        cls, predicted: Sequence[float] | Float64s, measured: Sequence[float] | Float64s
+    ) -> "FitError":
+        """Compare, sample by sample; `measured` values are over 0."""
+        pairs = np.asarray(predicted, np.float64), np.asarray(measured, np.float64)
+        if not len(pairs[1]):
+            return cls(0, 0.0, 0.0, 0.0)
+        share = np.abs(pairs[0] - pairs[1]) / pairs[1]
+        bias = float(pairs[0].sum() / pairs[1].sum()) - 1
+        return cls(len(share), float(np.median(share)), float(np.percentile(share, 90)), bias)
+
+    def __str__(self) -> str:
+        return (
+            f"median {self.median:.1%}, P90 {self.p90:.1%}, in sum {self.bias:+.1%} "
+            f"({self.num_samples:,} samples)"
+        )
+
+
+def non_negative_least_squares(gram: Float64s, moment: Float64s) -> Float64s:
+    """The x >= 0 that minimises x'Gx - 2m'x, for `gram` G = A'A and `moment` m = A'b.
+
+    Lawson and Hanson's active sets (Solving Least Squares Problems, 1974, chapter 23) on the normal
+    equations, with columns scaled to unit length first. Columns of zeros get 0.
+    """
+    size = len(moment)
+    scale = np.sqrt(np.diag(gram))
+    used = scale > 0
+    scale[~used] = 1.0
+    g, m = gram / np.outer(scale, scale), moment / scale
+    x = np.zeros(size)
+    free = np.zeros(size, np.bool_)
+    tolerance = 1e-10 * max(1.0, float(np.abs(m).max(initial=0.0)))
+    for _ in range(10 * size):
+        gradient = np.where(used & ~free, m - g @ x, -np.inf)
+        best = int(gradient.argmax())
+        if gradient[best] <= tolerance:
+            break
+        free[best] = True
+        while True:
+            z = np.zeros(size)
+            z[free] = np.linalg.lstsq(g[np.ix_(free, free)], m[free], rcond=1e-12)[0]
+            low = free & (z <= 0)
+            if not low.any():
+                x = z
+                break
+            with np.errstate(divide="ignore", invalid="ignore"):
+                steps = np.where(low, x / (x - z), np.inf)
+            x = x + min(1.0, float(np.nanmin(steps))) * (z - x)
+            free &= x > tolerance * 1e-3
+            x[~free] = 0.0
+            if not free.any():
+                break
+    return x / scale
+
+
+# ---------------------------------------------------------------- steps
+
+# Candidates for the number of tokens from which on arithmetic, not weights, decides (see
+# LinearStepCost.knees): any device has its own, a factor of two is close enough.
+KNEES = tuple(float(2**i) for i in range(3, 13))
+MOST_KNEES = 2
+KNEE_GAIN = 0.05  # a knee must lower the squared error by this share, or it is noise
+
+# The same for a fit that keeps sums only and so cannot try: a few, spread.
+ONLINE_KNEES = (32.0, 256.0, 2048.0)
+
+NUM_SHARES = 6  # columns of a LinearStepCost without its knees
+
+
+def shares_of(samples: Sequence[StepSample]) -> tuple[Float64s, Float64s]:
+    """[samples, 6] what each step did, and [samples] its seconds.
+
+    Samples without tokens or without a positive, finite time say nothing and are left out.
+    """
+    rows = [
+        (
+            1.0,
+            s.num_tokens,
+            s.num_rows,
+            s.num_sampled,
+            s.context_tokens,
+            s.attended_tokens,
+            s.seconds,
+        )
+        for s in samples
+        if s.num_tokens > 0 and 0 < s.seconds < np.inf
+    ]
+    table = np.array(rows, np.float64).reshape(-1, NUM_SHARES + 1)
+    return table[:, :NUM_SHARES], table[:, NUM_SHARES]
+
+
+def fit_step_cost(samples: Sequence[StepSample]) -> tuple[LinearStepCost, FitError]:
+    """The step cost that fits best, and how far it is off.
+
+    Raises ValueError when no sample says anything.
+    """
+    shares, seconds = shares_of(samples)
+    if not len(seconds):
+        raise ValueError("no step was measured: a sample needs tokens and a time over 0")
+    knees: list[float] = []
+    fitted, best = _fit(shares, seconds, knees)
+    while len(knees) < MOST_KNEES:
+        tokens = shares[:, 1]
+        trials = [
+            (_fit(shares, seconds, sorted([*knees, knee])), knee)
+            for knee in KNEES
+            if knee not in knees and tokens.min() < knee < tokens.max()
+        ]
+        if not trials:
+            break
+        (trial, error), knee = min(trials, key=lambda each: each[0][1])
+        if error > best * (1 - KNEE_GAIN):
+            break
+        knees, fitted, best = sorted([*knees, knee]), trial, error
+    return step_cost_of(fitted, knees), FitError.of(_with_knees(shares, knees) @ fitted, seconds)
+
+
+def step_cost_of(fitted: Float64s, knees: Sequence[float]) -> LinearStepCost:
+    """The cost with these coefficients: the six shares, then one for each knee."""
+    values = [float(value) for value in fitted]
+    return LinearStepCost(
+        base_s=values[0],
+        token_s=values[1],
+        row_s=values[2],
+        sampled_s=values[3],
+        context_s=values[4],
+        attended_s=values[5],
+        knees=tuple(
+            (knee, value) for knee, value in zip(knees, values[NUM_SHARES:], strict=True) if value
+        ),
+    )
+
+
+def _with_knees(shares: Float64s, knees: Sequence[float]) -> Float64s:
+    beyond = [np.maximum(shares[:, 1] - knee, 0.0) for knee in knees]
+    return np.column_stack([shares, *beyond]) if beyond else shares
+
+
+def _fit(shares: Float64s, seconds: Float64s, knees: Sequence[float]) -> tuple[Float64s, float]:
+    """Coefficients, and the weighted mean of squared relative residuals."""
+    return robust_fit(_with_knees(shares, knees), seconds)
+
+
+def robust_fit(columns: Float64s, seconds: Float64s) -> tuple[Float64s, float]:
+    """Non-negative coefficients of `columns`, and the mean of what is left, squared.
+
+    Weighted by the prediction, not by the measurement: weights of 1 / measured would favour what
+    happened to be fast. Residuals beyond four robust deviations count only in proportion (Huber):
+    a pause of the machine is no property of the step.
+    """
+    weights = 1 / seconds
+    coefficients = np.zeros(columns.shape[1])
+    loss = 0.0
+    for _ in range(5):
+        scaled = columns * weights[:, None]
+        coefficients = non_negative_least_squares(scaled.T @ scaled, scaled.T @ (seconds * weights))
+        predicted = np.maximum(columns @ coefficients, 1e-12)
+        residual = np.abs(seconds - predicted) / predicted
+        most = 4 * 1.4826 * max(float(np.median(residual)), 1e-9)
+        loss = float(np.mean(np.minimum(residual, most) ** 2))
+        weights = np.sqrt(np.minimum(1.0, most / np.maximum(residual, 1e-300))) / predicted
+    return coefficients, loss
+
+
+class OnlineFit:
+    """A step cost learned while an engine runs, from its `StepSample`s, in bounded memory.
+
+    Keeps the normal equations only; each sample takes a few microseconds and old ones fade
+    (`half_life_samples`). `cost` answers once the error of predicting each next step, before it is
+    learned from, is below `largest_error`.
+    """
+
+    def __init__(
+        self,
+        *,
+        half_life_samples: float = 4096,
+        least_samples: int = 64,
+        largest_error: float = 0.25,
+        refit_every: int = 32,
+    ) -> None:
+        size = NUM_SHARES + len(ONLINE_KNEES)
+        self._gram = np.zeros((size, size))
+        self._moment = np.zeros(size)
+        self._fade = 0.5 ** (1 / half_life_samples)
+        self._least, self._largest_error, self._every = least_samples, largest_error, refit_every
+        self._cost: LinearStepCost | None = None
+        self._errors = 0.0  # faded sum of relative errors, and of how many
+        self._tested = 0.0
+        self.num_samples = 0
+
+    def add(self, sample: StepSample) -> None:
+        """Learn from a step. One without tokens or a positive, finite time teaches nothing."""
+        shares, seconds = shares_of([sample])
+        if not len(seconds):
+            return
+        measured = expected = float(seconds[0])
+        if self._cost is not None:
+            expected = self._cost.step_s(StepWork(*(float(share) for share in shares[0, 1:])))
+            error = abs(expected - measured) / measured
+            self._errors = self._errors * self._fade + min(error, 1.0)
+            self._tested = self._tested * self._fade + 1
+        # By the larger of both: neither a pause of the machine nor a poor first fit counts much.
+        row = _with_knees(shares, ONLINE_KNEES)[0] / max(measured, expected)
+        self._gram = self._gram * self._fade + np.outer(row, row)
+        self._moment = self._moment * self._fade + row * (measured / max(measured, expected))
+        self.num_samples += 1
+        if self.num_samples % self._every == 0:
+            fitted = non_negative_least_squares(self._gram, self._moment)
+            self._cost = step_cost_of(fitted, ONLINE_KNEES)
+
+    @property
+    def error(self) -> float | None:
+        """Mean relative error of predicting the next step; None before anything was predicted."""
+        return self._errors / self._tested if self._tested else None
+
+    def cost(self) -> LinearStepCost | None:
+        """The fit, or None while there are too few samples or it predicts too poorly."""
+        error = self.error
+        if error is None or self.num_samples < self._least or error > self._largest_error:
+            return None
+        return self._cost
+
+
+# ---------------------------------------------------------------- links
+
+
+def fit_link_cost(
+    num_messages: Sequence[float], num_bytes: Sequence[float], seconds: Sequence[float]
+) -> tuple[LinkCost, FitError]:
+    """The link cost of measured transfers: as a sum, or pipelined where that fits better.
+
+    Raises ValueError when none took a positive, finite time, or time does not grow with bytes.
+    """
+    table = np.array([num_messages, num_bytes, seconds], np.float64).T.reshape(-1, 3)
+    table = table[(table[:, 1] > 0) & (table[:, 2] > 0) & np.isfinite(table).all(axis=1)]
+    if not len(table):
+        raise ValueError("no transfer was measured: one needs bytes and a time over 0")
+    messages, moved, measured = table.T
+    ones = np.ones(len(table))
+    summed, sum_loss = robust_fit(np.column_stack([ones, messages, moved]), measured)
+    piped, pipe_loss = _fit_pipelined(messages, moved, measured)
+    pipelined = pipe_loss < sum_loss * (1 - KNEE_GAIN)
+    base_s, message_s, byte_s = map(float, piped if pipelined else summed)
+    if byte_s <= 0:
+        raise ValueError("the time of these transfers does not grow with their bytes")
+    cost = LinkCost(base_s=base_s, message_s=message_s, bytes_per_s=1 / byte_s, pipelined=pipelined)
+    predicted = [cost.transfer_s(*row) for row in table[:, :2].tolist()]
+    return cost, FitError.of(predicted, measured)
+
+
+def _fit_pipelined(
+    messages: Float64s, moved: Float64s, measured: Float64s
+) -> tuple[Float64s, float]:
+    """Coefficients of base + max(messages * each, bytes * per byte).
+
+    Which of the two counts is decided by the bytes of a message: below a size the issue of messages
+    does, above it the bytes. Every such size among the samples is tried.
+    """
+    ones = np.ones(len(measured))
+    size = moved / np.maximum(messages, 1e-9)
+    best: tuple[Float64s, float] = np.zeros(3), np.inf
+    for threshold in np.unique(size):
+        small = size < threshold
+        columns = np.column_stack([ones, messages * small, moved * ~small])
+        fitted, _ = robust_fit(columns, measured)
+        predicted = fitted[0] + np.maximum(messages * fitted[1], moved * fitted[2])
+        loss = float(np.mean(((predicted - measured) / measured) ** 2))
+        if loss < best[1]:
+            best = fitted, loss
+    return best
