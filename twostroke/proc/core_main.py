@@ -317,7 +317,7 @@ def start_executor(
     `on_death` is called, from a thread, when a worker process ends; then `check_alive` says why.
     """
     config = launch.config
-    if config.data_parallel_size > 1:
+    if len(config.local_roles) > 1:
         from twostroke.worker.device import take_gpus
 
         take_gpus(config, launch.engine)

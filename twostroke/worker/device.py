@@ -40,7 +40,7 @@ def choose_device(config: EngineConfig, rank: int = 0) -> tuple[torch.device, Fa
         name = f"cuda ({torch.cuda.get_device_name()})"
         return torch.device("cuda", torch.cuda.current_device()), ("Device", name, reason)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    engines = config.data_parallel_size
+    engines = len(config.local_roles)
     total = config.cpu_threads or max(1, (cores or 1) // engines)
     if total > (most := os.cpu_count() or 1):
         raise ConfigError(
@@ -67,14 +67,15 @@ def take_gpus(config: EngineConfig, engine: int) -> None:
     any, where `choose_device` decides.
     """
     count = 0 if config.device == "cpu" else torch.cuda.device_count()
-    if count == 0 or config.data_parallel_size == 1:
+    engines = len(config.local_roles)
+    if count == 0 or engines == 1:
         return
     each = config.tensor_parallel_size
-    if (wanted := config.data_parallel_size * each) > count:
+    if (wanted := engines * each) > count:
         raise ConfigError(
-            f"--data-parallel-size {config.data_parallel_size} needs {wanted} GPUs; "
+            f"{engines} engines with --tensor-parallel-size {each} need {wanted} GPUs; "
             f"torch finds {count}",
-            hint="lower it, or use --device cpu",
+            hint="start fewer, or use --device cpu",
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(count)]

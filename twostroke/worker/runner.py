@@ -196,7 +196,7 @@ class ModelRunner:
         """
         utilization = config.gpu_memory_utilization
         if self.device.type == "cpu":
-            utilization /= config.data_parallel_size  # the engines share the host's memory
+            utilization /= len(config.local_roles)  # the engines share the host's memory
             memory = pool.cpu_memory(
                 utilization,
                 free_bytes,

@@ -60,6 +60,8 @@ def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch):
             assert torch.get_num_threads() == threads
             reason = f"--device, 6 cores among {engines} engines"
             assert fact == ("Device", f"cpu, {threads} threads", reason)
+        _, fact = choose_device(EngineConfig(device="cpu", prefill=1, decode=2))
+        assert fact == ("Device", "cpu, 2 threads", "--device, 6 cores among 3 engines")
     finally:
         torch.set_num_threads(before)
 
@@ -82,8 +84,9 @@ def test_gpus_are_left_alone_or_too_few(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     take_gpus(EngineConfig(), 0)
+    take_gpus(EngineConfig(join="h:1", key="k", role="decode"), 0)
     take_gpus(EngineConfig(data_parallel_size=2, device="cpu"), 1)
-    with pytest.raises(ConfigError, match=r"size 2 needs 2 GPUs; torch finds 1"):
+    with pytest.raises(ConfigError, match=r"2 engines .* need 2 GPUs; torch finds 1"):
         take_gpus(EngineConfig(data_parallel_size=2), 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     take_gpus(EngineConfig(data_parallel_size=2), 1)
