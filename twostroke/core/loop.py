@@ -18,6 +18,7 @@ import numpy as np
 from twostroke.clock import Clock
 from twostroke.config import SchedulerConfig
 from twostroke.connector.base import KvConnectorScheduler
+from twostroke.core import fast_forward
 from twostroke.core.request import Request, Status
 from twostroke.core.results import Outcome, Results, handles_of
 from twostroke.core.scheduler import Scheduler
@@ -34,6 +35,7 @@ from twostroke.messages import (
     Events,
     Finished,
     FinishReason,
+    Int32s,
     NewRequest,
     PrefillInfo,
     RequestLogprobs,
@@ -251,6 +253,29 @@ class EngineCore:
             outputs.logprobs = _logprobs_of(step, result, outcome)
         outputs.stats = self.stats()
         return outputs
+
+    @property
+    def skippable_turns(self) -> int:
+        """How many turns (begin a step, finish the oldest) only decode, if nothing is added.
+
+        To be asked after a `finish` whose outputs were taken; 0 also when plans are checked.
+        """
+        if self._rules is not None or self._events or self._finished or self._prefills:
+            return 0
+        return fast_forward.skippable_turns(self.state)
+
+    def skip(self, turns: int, token_ids: Int32s) -> None:
+        """Do what so many turns would, at most `skippable_turns`, without their plans.
+
+        Running request i samples token_ids[i] in each; none may be a stop id. The executor's step
+        in flight, if any, has to be renumbered alike. No outputs: what they would hold is known.
+        """
+        rows = self.state.num_running
+        fast_forward.skip(self.state, turns, token_ids)
+        self.scheduler.num_steps += turns
+        self._stats.num_steps += turns
+        self._stats.step_tokens += turns * rows
+        self._stats.generation_tokens += turns * rows
 
     def _count_drafts(self, result: StepResult, outcome: Outcome) -> None:
         """Drafts verified in rows whose request still wanted tokens."""

@@ -46,7 +46,7 @@ class Scheduler:
         self.queues = state.queues
         self.config = state.config
         self._connector = state.connector
-        self._num_steps = 0
+        self.num_steps = 0
         self._admitted_counts: list[int] = []
         least_lost = self.config.preemption == "least_lost"
         self._victim = least_lost_victim if least_lost else last_victim
@@ -58,8 +58,8 @@ class Scheduler:
 
         `idle` says that no step with rows is in flight.
         """
-        step = Step(self._num_steps, self.state.token_budget)
-        self._num_steps += 1
+        step = Step(self.num_steps, self.state.token_budget)
+        self.num_steps += 1
         counts = self._schedule_running(step)
         if not step.preempted:
             self._schedule_waiting(step)

@@ -140,6 +140,12 @@ class Seats:
         """Extend prefix keys of these seats over the full blocks of their first `up_to` tokens."""
         size = self._kv.block_size
         first = self.num_keys[slots]
+        if int((up_to // size - first).max()) >= len(slots):
+            for slot, start, end in zip(
+                slots.tolist(), first.tolist(), up_to.tolist(), strict=True
+            ):
+                self._hash_row(slot, start, end)
+            return
         due = (first + 1) * size <= up_to
         while due.any():
             if not due.all():
@@ -155,6 +161,15 @@ class Seats:
                 assert request is not None
                 request.table.keys.append(key)
             due = (first + 1) * size <= up_to
+
+    def _hash_row(self, slot: int, first: int, up_to: int) -> None:
+        """As `hash_blocks`, for one seat with many blocks to hash."""
+        request = self.request_of[slot]
+        assert request is not None
+        tokens = self.tokens[slot, first * self._kv.block_size : up_to]
+        keys, self.sums[slot] = self._kv.hasher.extend_one(self.sums[slot], first, tokens)
+        request.table.keys += keys
+        self.num_keys[slot] = first + len(keys)
 
     def may_stop(self, tokens: Int32s) -> Bools:
         """Which of these tokens could be a stop id of some seated request."""

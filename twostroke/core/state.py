@@ -77,6 +77,11 @@ class EngineState:
         """Requests that are unfinished or hold blocks, or departures that no plan has told yet."""
         return bool(self.requests or self.held or self.finished_ids or self._freed_slots)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether plans have told workers of every departure."""
+        return not (self.finished_ids or self._freed_slots)
+
     def request_at(self, slot: int) -> Request:
         request = self.seats.request_of[slot]
         assert request is not None

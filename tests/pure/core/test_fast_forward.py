@@ -1,0 +1,172 @@
+"""Turns that are skipped leave the engine as turns that are taken."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.pure.core.driver import Engine, make_request
+from twostroke.core.loop import EngineCore
+from twostroke.testing.fake_executor import FakeExecutor
+
+
+class Numbers(FakeExecutor):
+    """Each request repeats one token of its own; skipped steps are renumbered."""
+
+    def __init__(self, block_size):
+        super().__init__(block_size=block_size, token=lambda name, position: 10_000 + int(name[1:]))
+
+    def skip(self, turns):
+        for plan in self._submitted:
+            plan.step += turns
+            plan.num_computed = plan.num_computed + turns
+        for seat in self._seats.values():
+            seat.num_known += turns
+            seat.num_computed += turns
+            seat.num_blocks = 10**6
+
+
+def picture(core: EngineCore):
+    """Everything that decides what the engine does next."""
+    state, kv = core.state, core.state.kv
+    for request in state.seats.requests():
+        state.seats.read(request)
+    requests = {
+        handle: (
+            request.status,
+            request.num_computed,
+            request.num_known,
+            request.num_placeholders,
+            request.table.blocks,
+            request.table.num_registered,
+            len(request.table.keys),
+        )
+        for handle, request in state.by_handle.items()
+    }
+    tokens = {
+        request.handle: state.seats.tokens[request.slot, : request.num_known].tolist()
+        for request in state.seats.requests()
+    }
+    keys = {b: kv._map.key_of[b] for b in range(kv.pool.num_blocks)}
+    columns = [getattr(state.seats, name).tolist() for name in ("room", "register_at", "num_keys")]
+    in_flight = [(s.number, s.slots.tolist(), s.num_computed.tolist()) for s in state.in_flight]
+    free = list(kv.pool.free_blocks())
+    stats = core.stats()
+    return requests, tokens, keys, kv._map.blocks_by_key(), columns, in_flight, free, stats
+
+
+def engine(*, fast, secret, **options):
+    executor = Numbers(options["block_size"])
+    made = Engine(check=False, executor=executor, **options)
+    made.core.state.kv.hasher._secret = secret
+    made.core.state.kv.hasher._root = made.core.state.kv.hasher._start_of("")
+    made.fast = fast
+    return made
+
+
+def take_turns(made, turns):
+    """That many turns, skipping what can be skipped."""
+    skipped = 0
+    while turns:
+        made.take()
+        count = min(made.core.skippable_turns, turns) if made.fast else 0
+        if count:
+            slots = made.core.state.running
+            made.core.skip(count, 10_000 + made.core.state.seats.handle[slots].astype(np.int32))
+            made.executor.skip(count)
+            skipped += count
+            turns -= count
+            continue
+        before = made.core.num_in_flight
+        made.turn()
+        if made.core.num_in_flight <= before:
+            turns -= 1
+    return skipped
+
+
+requests = st.tuples(st.integers(1, 30), st.integers(1, 40), st.integers(0, 2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    waves=st.lists(
+        st.tuples(st.lists(requests, max_size=4), st.integers(1, 40), st.booleans()), max_size=5
+    ),
+    is_async=st.booleans(),
+    caching=st.booleans(),
+    num_blocks=st.integers(18, 60),
+    seats=st.integers(1, 6),
+    block_size=st.sampled_from([1, 4, 5]),
+)
+def test_skipped_turns_equal_turns_taken(waves, is_async, caching, num_blocks, seats, block_size):
+    options = {
+        "async_scheduling": is_async,
+        "enable_prefix_caching": caching,
+        "num_blocks": num_blocks,
+        "max_num_seqs": seats,
+        "block_size": block_size,
+        "max_num_batched_tokens": 48,
+        "max_model_len": 96,
+    }
+    both = [engine(fast=fast, secret=b"x" * 32, **options) for fast in (True, False)]
+    handle = 0
+    for wave, turns, abort in waves:
+        for prompt, output, family in wave:
+            for made in both:
+                made.core.add(make_request(handle, [family] * prompt, output))
+            handle += 1
+        for made in both:
+            if abort and made.core.state.by_handle:
+                made.core.abort([min(made.core.state.by_handle)])
+            take_turns(made, turns)
+        assert picture(both[0].core) == picture(both[1].core)
+        both[0].core.check_integrity()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_nearly_all_of_a_long_answer_is_skipped(is_async):
+    made = engine(
+        fast=True, secret=b"y" * 32, block_size=4, num_blocks=40, async_scheduling=is_async
+    )
+    made.core.add(make_request(1, 8, 50))
+    assert take_turns(made, 60) == 50 - 2
+    made.take()
+    assert made.finished.keys() == {1}
+
+
+def test_no_more_turns_than_blocks():
+    made = engine(fast=True, secret=b"z" * 32, block_size=4, num_blocks=9)
+    for handle in (1, 2):
+        made.core.add(make_request(handle, 8, 50))
+    take_turns(made, 2)
+    # Two tables of 2 blocks grow in turns; the 8 usable ones hold 16 tokens of each.
+    turns = made.core.skippable_turns
+    room = 16 - made.core.state.seats.computed[made.core.state.running].max()
+    assert 0 < turns == room
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options"),
+    [
+        ([8, 8], {"max_num_seqs": 4, "num_blocks": 5, "block_size": 4}),  # one waits for blocks
+        ([40], {"max_num_batched_tokens": 16}),  # chunks
+        ([8], {"sliding_window": 8}),
+        ([8], {"num_spec_tokens": 2}),
+    ],
+)
+def test_nothing_is_skipped_where_more_than_decodes_may_happen(prompts, options):
+    made = Engine(check=False, **options)
+    for handle, prompt in enumerate(prompts):
+        made.core.add(make_request(handle, prompt, 20))
+    made.turn()
+    made.turn()
+    assert made.core.skippable_turns == 0
+
+
+def test_checked_plans_are_not_skipped():
+    made = Engine(check=True)
+    made.core.add(make_request(1, 8, 20))
+    made.turn()
+    made.turn()
+    made.turn()
+    assert made.core.skippable_turns == 0

@@ -1,0 +1,155 @@
+"""Many plain decode steps in one go, with the result of the single steps.
+
+Where no request waits and every running one only appends a token each step, k turns of the engine's
+loop (begin a step, finish the oldest) change nothing but counters, block tables and prefix keys, all
+of them predictable. On a wall clock the turns have to be taken; on a virtual one they need not.
+
+    in flight         [ step n - 1 ]                  (with asynchronous scheduling; else nothing)
+    after k turns     [ step n - 1 + k ]              begun n ... n - 1 + k, finished the k oldest
+
+Blocks are taken in the order of the single steps, and within a step in row order, so block ids, the
+free list and the prefix cache come out the same.
+"""
+
+import numpy as np
+
+from twostroke.core.state import EngineState
+from twostroke.core.step import Step
+from twostroke.messages import Int32s, Int64s
+
+
+def skippable_turns(state: EngineState) -> int:
+    """How many turns are plain decodes from here, if nothing comes from outside; 0 if none is.
+
+    A turn in which a request ends, or in which blocks run short, is none.
+    """
+    config, rows = state.config, state.num_running
+    if (
+        not rows
+        or rows > state.token_budget
+        or len(state.in_flight) != config.async_scheduling
+        or config.num_spec_tokens
+        or config.sliding_window is not None
+        or not state.is_quiet
+    ):
+        return 0
+    if rows < config.max_num_seqs and state.queues.head() is not None:
+        return 0
+    seats, slots = state.seats, state.running
+    known, pending = seats.known[slots], seats.placeholders[slots]
+    if state.in_flight and not _is_plain(state, state.in_flight[0]):
+        return 0
+    if (
+        (pending != len(state.in_flight)).any()
+        or (seats.computed[slots] != known + pending - 1).any()
+        or (known <= seats.num_prompt[slots]).any()
+        or seats.special[slots].any()
+    ):
+        return 0
+    turns = int((seats.stop_at[slots] - known).min()) - 1
+    return _turns_with_blocks(state, turns) if turns > 0 else 0
+
+
+def _is_plain(state: EngineState, step: Step) -> bool:
+    """Whether the step runs one token of each running request, in order, and samples each."""
+    return (
+        len(step.slots) == state.num_running
+        and bool((step.slots == state.running).all())
+        and bool((step.uids == state.seats.uid[step.slots]).all())
+        and bool(step.samples.all())
+        and bool((step.num_scheduled == 1).all())
+    )
+
+
+def _growth(state: EngineState, turns: int) -> Int32s:
+    """[rows] Blocks that each running request takes within so many turns."""
+    seats, slots, size = state.seats, state.running, state.config.block_size
+    missing = seats.computed[slots] + turns - seats.room[slots]
+    grown: Int32s = np.maximum((missing + (size - 1)) // size, 0)
+    return grown
+
+
+def _turns_with_blocks(state: EngineState, turns: int) -> int:
+    """As many of these turns as there are free blocks for."""
+    free = state.kv.num_free
+    if int(_growth(state, turns).sum()) <= free:
+        return turns
+    low, high = 0, turns  # enough for `low`, not for `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        if int(_growth(state, middle).sum()) <= free:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def skip(state: EngineState, turns: int, token_ids: Int32s) -> None:
+    """Take `turns` turns, at most `skippable_turns`; row i samples token_ids[i] in each of them.
+
+    No such token may be a stop id of its request.
+    """
+    seats, slots = state.seats, state.running
+    known = seats.known[slots]
+    last = known + turns
+    # Tokens first: the keys of the blocks that get full are made of them.
+    if turns == 1:
+        seats.tokens[slots, known] = token_ids
+    else:
+        for slot, start, end, token in zip(
+            slots.tolist(), known.tolist(), last.tolist(), token_ids.tolist(), strict=True
+        ):
+            seats.tokens[slot, start:end] = token
+    _take_blocks(state, turns)
+    _register_blocks(state, turns)
+    seats.known[slots] = last
+    seats.computed[slots] += turns
+    if state.in_flight:
+        step = state.in_flight[0]
+        step.number += turns
+        step.num_computed = step.num_computed + turns
+
+
+def _boundaries(first: Int32s, counts: Int32s, size: int) -> tuple[Int64s, Int64s]:
+    """Turn and row of events that fall due every `size` turns, ordered by turn, then row.
+
+    Row i has counts[i] of them, from turn first[i] on.
+    """
+    rows = np.repeat(np.arange(len(counts)), counts)
+    nth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    turns = first[rows] + nth * size
+    order = np.lexsort((rows, turns))
+    return turns[order], rows[order]
+
+
+def _take_blocks(state: EngineState, turns: int) -> None:
+    seats, slots, size = state.seats, state.running, state.config.block_size
+    counts = _growth(state, turns)
+    total = int(counts.sum())
+    if not total:
+        return
+    first = seats.room[slots] - seats.computed[slots] + 1
+    _, rows = _boundaries(first, counts, size)
+    tables = [state.request_at(slot).table for slot in slots.tolist()]
+    state.kv.take_for([tables[row] for row in rows.tolist()], [1] * total)
+    seats.room[slots] += counts * size
+
+
+def _register_blocks(state: EngineState, turns: int) -> None:
+    """Enter the blocks that get full into the prefix cache, in order of turns, then rows."""
+    if not state.kv.caching:
+        return
+    seats, slots, size = state.seats, state.running, state.config.block_size
+    full = seats.known[slots] + turns - 1  # in the last turn's begin, as the scheduler sees it
+    due = np.flatnonzero(full >= seats.register_at[slots])
+    if not len(due):
+        return
+    slots, full = slots[due], full[due]
+    first = np.maximum(seats.register_at[slots] - seats.known[slots] + 1, 1)
+    counts = full // size - seats.register_at[slots] // size + 1
+    seats.hash_blocks(slots, full)
+    tables = [state.request_at(slot).table for slot in slots.tolist()]
+    for row in _boundaries(first, counts, size)[1].tolist():
+        table = tables[row]
+        state.kv.register(table, ((table.num_registered or 0) + 1) * size)
+    seats.register_at[slots] = (full // size + 1) * size
