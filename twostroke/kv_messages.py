@@ -182,7 +182,8 @@ class KvCommands(msgspec.Struct, kw_only=True):
     """What the worker's half is to do, in this order, before it runs the step.
 
     `leases`: lease words to set, by slot (empty: clear). `given_up` loads start no further read,
-    and are reported as failed once the reads under way have ended.
+    and are reported as failed once the reads under way have ended; one that the worker does not
+    know is reported as failed at once (its report may have been lost).
     """
 
     leases: list[tuple[int, bytes]] = []

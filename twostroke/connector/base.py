@@ -7,19 +7,48 @@ The scheduler asks its half for tokens whose KV exists elsewhere, and hands fini
 The other half lives with the worker and reads, through a transport, the memory of other engines.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 from twostroke.arrays import Int32s, Int64s, UInt8s
-from twostroke.kv_messages import KvCommands, KvEndpoint, KvLayoutRecord, KvReport
+from twostroke.kv_messages import (
+    KvCommands,
+    KvEndpoint,
+    KvLayoutRecord,
+    KvLink,
+    KvReady,
+    KvReceive,
+    KvReceived,
+    KvReport,
+    KvSend,
+)
+from twostroke.messages import AddRequest, FinishReason
 
 
 class KvRequest(Protocol):
-    """What a connector may read of a request. `token_ids` are all tokens known so far."""
+    """What a connector may read of a request. `token_ids` are all tokens known so far.
+
+    Only `uid` is unique for ever; clients may choose the same `request_id` twice. `num_computed` is
+    how many tokens have their KV in place, while it has no seat.
+    """
 
     @property
+    def uid(self) -> int: ...
+    @property
+    def handle(self) -> int: ...
+    @property
     def request_id(self) -> str: ...
+    @property
+    def kv_send(self) -> KvSend | None: ...
+    @property
+    def kv_receive(self) -> KvReceive | None: ...
+    @property
+    def max_tokens(self) -> int: ...
+    @property
+    def num_computed(self) -> int: ...
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
@@ -77,6 +106,114 @@ class KvConnectorScheduler(Protocol):
 
         The dictionary, if any, goes to the client of the request.
         """
+        ...
+
+
+@dataclass(slots=True)
+class KvEnds:
+    """Transfers that are over, for the core to act on; requests by uid."""
+
+    loaded: list[int] = field(default_factory=list)  # their KV is in place: they can run
+    failed: list[tuple[int, str]] = field(default_factory=list)  # it is not: they end by the error
+    freed: list[int] = field(default_factory=list)  # ended before; nobody uses their blocks now
+
+
+@dataclass(slots=True)
+class KvOutputs:
+    """What the router must hear, in the order in which it happened."""
+
+    ready: list[KvReady] = field(default_factory=list)
+    received: list[KvReceived] = field(default_factory=list)
+    links: list[KvLink] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class KvCounts:
+    """Gauges and counters; see `EngineStats`."""
+
+    num_holds: int = 0
+    hold_usage: float = 0.0
+    num_expired_leases: int = 0
+    num_failed_loads: int = 0
+    num_unknown_transfers: int = 0
+
+
+@runtime_checkable
+class KvHandoffScheduler(KvConnectorScheduler, Protocol):
+    """The scheduler's half of a connector that hands prompts over between engines.
+
+    The router's messages come in, `KvOutputs` go out, and `KvEnds` tell the core what to do; all
+    are named by uid, handle or transfer id, never by request_id. `request_finished` decides alone
+    whether blocks are kept; they are until `KvEnds.freed`.
+    """
+
+    @property
+    def num_sends_ended(self) -> int:
+        """Grows whenever a send gives up what it took of the bound: others may pass now."""
+        ...
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the worker's half must be told something, or will have something to tell."""
+        ...
+
+    @property
+    def has_outputs(self) -> bool: ...
+
+    def refusal(self, request: AddRequest) -> str | None:
+        """Why the hand-off that a request asks for can never work, or None."""
+        ...
+
+    def may_send(self, request: KvRequest, cached: Sequence[int], *, is_first: bool) -> bool:
+        """Whether a prompt that will be held may start now; `cached` are its prefix hits.
+
+        `is_first`: no other waits for this. Once its blocks are allocated the answer stays True.
+        """
+        ...
+
+    def blocks_lost(self, request: KvRequest) -> None:
+        """It was preempted, and is computed again from the start."""
+        ...
+
+    def chunk_computed(self, request: KvRequest, block_ids: Sequence[int], num_tokens: int) -> None:
+        """The result is in: the KV of this many tokens of the prompt is in place."""
+        ...
+
+    def ready(self, message: KvReady) -> None:
+        """More of a prompt that is loaded here can be read."""
+        ...
+
+    def release(self, transfer_ids: Sequence[bytes]) -> None:
+        """Nobody will read these any more."""
+        ...
+
+    def renew(self, transfer_ids: Sequence[bytes]) -> None:
+        """The leases of these begin anew."""
+        ...
+
+    def connect(self, endpoint: KvEndpoint) -> None: ...
+    def disconnect(self, engine_id: str) -> None: ...
+
+    def expire(self) -> None:
+        """End what is past its deadline. Called in every turn of the loop."""
+        ...
+
+    def next_deadline_s(self) -> float | None:
+        """When `expire` may have something to do next, on the clock that it was handed."""
+        ...
+
+    def take_ends(self) -> KvEnds | None:
+        """What is over since the last call."""
+        ...
+
+    def take_outputs(self) -> KvOutputs:
+        """What the router must hear since the last call."""
+        ...
+
+    def counts(self) -> KvCounts: ...
+
+    def check_integrity(self, held: Collection[int], unfinished: Collection[int]) -> None:
+        """Raise IntegrityError unless these uids and the transfers known here agree."""
         ...
 
 

@@ -1,8 +1,12 @@
 """EngineCore: the engine's decisions behind four calls, without I/O.
 
-    add(request) / abort(handles)
+    add(request) / abort(handles) / apply_kv(message)
     begin()  -> StepPlan | None       what to run now
     finish(StepResult) -> EngineOutputs    what came of the oldest plan in flight
+    take_outputs() -> EngineOutputs | None    what belongs to no step: look after each of the others
+
+While `has_work` is false nothing happens until a message comes or `next_deadline_s` is there; then
+`begin` again.
 
 A process drives it around a device (`proc.core_main`), a twin around a cost model; nothing here can
 tell which. Counters advance when a plan is begun, so the next one may be begun before the tokens of
@@ -19,13 +23,17 @@ from twostroke.clock import Clock
 from twostroke.config import SchedulerConfig
 from twostroke.connector.base import KvConnectorScheduler
 from twostroke.core import fast_forward
+from twostroke.core.handoffs import Handoffs, KvMessage
 from twostroke.core.request import Request, Status
 from twostroke.core.results import Outcome, Results, handles_of
 from twostroke.core.scheduler import Scheduler
 from twostroke.core.spec import PlanRules
 from twostroke.core.state import EngineState
 from twostroke.core.step import Step
+from twostroke.cost import StepWork
+from twostroke.errors import ConfigError
 from twostroke.kv.manager import IntegrityError
+from twostroke.kv_messages import KvReceived
 from twostroke.messages import (
     NO_TOKENS,
     AddRequest,
@@ -41,6 +49,7 @@ from twostroke.messages import (
     RequestLogprobs,
     StepPlan,
     StepResult,
+    StepSample,
 )
 
 _NO_HANDLES = np.empty(0, np.int64)
@@ -65,6 +74,14 @@ class EngineCore:
         self.config = config
         self.state = EngineState(config, connector, faithful=faithful)
         self.scheduler = Scheduler(self.state)
+        self._handoffs: Handoffs | None = None
+        if self.state.handoff is not None:
+            if config.sliding_window is not None:
+                raise ConfigError(
+                    f"a sliding window of {config.sliding_window:,} tokens has no hand-off: blocks "
+                    "outside it are gone; run prefill and decode in one engine"
+                )
+            self._handoffs = Handoffs(self.state, self.state.handoff)
         self._results = Results(self.state)
         self._clock = clock
         self._rules = PlanRules(self.state) if check else None
@@ -72,6 +89,7 @@ class EngineCore:
         self._finished: list[Finished] = []
         self._prefills: list[PrefillInfo] = []
         self._events: list[tuple[int, EventKind, float]] = []
+        self._kv_received: list[KvReceived] = []  # of requests that were refused
         self._stats = EngineStats()
 
     # ------------------------------------------------------------ requests in
@@ -87,6 +105,8 @@ class EngineCore:
         self._events.append((request.handle, EventKind.QUEUED, now))
         if not self.state.faithful and (problem := self._refusal(request)):
             self._ended(Finished(request.handle, FinishReason.ERROR, error=problem), now)
+            if request.kv_receive is not None:
+                self._kv_received.append(KvReceived(handle=request.handle, error=problem))
             return
         may_read = request.params.prompt_logprobs is None
         table = self.state.kv.new_table(
@@ -101,6 +121,15 @@ class EngineCore:
         if waits_for_grammar:
             queued.status = Status.WAITING_FOR_GRAMMAR
         self.state.add(queued)
+        self.state.is_stalled = False
+
+    def apply_kv(self, message: KvMessage) -> None:
+        """A message about KV that moves. Whatever it names that is unknown is counted."""
+        if self._handoffs is None:
+            self._stats.num_unknown_transfers += 1
+            return
+        self._handoffs.apply(message)
+        self._settle(self._clock.now())
 
     def _refusal(self, request: AddRequest) -> str | None:
         """Why a request can never run, or None."""
@@ -130,7 +159,14 @@ class EngineCore:
                 f"{usable:,} ({usable * config.block_size:,} tokens); shorten the prompt or "
                 "restart with a larger KV pool"
             )
-        return None
+        if request.kv_send is None and request.kv_receive is None:
+            return None
+        if self.state.handoff is None:
+            return (
+                "this engine takes no part in hand-offs; limit: engines of a prefill/decode "
+                "deployment"
+            )
+        return self.state.handoff.refusal(request)
 
     def abort(self, handles: Sequence[int]) -> None:
         """End these requests, whatever they do; unknown and finished ones are ignored."""
@@ -138,6 +174,7 @@ class EngineCore:
         requests = [self.state.by_handle[handle] for handle in known]
         if requests:
             self.state.abort(requests)
+            self.state.is_stalled = False
             now = self._clock.now()
             for request in requests:
                 self._ended(Finished(request.handle, FinishReason.ABORT), now)
@@ -147,6 +184,15 @@ class EngineCore:
         request = self.state.by_handle.get(handle)
         if request is not None and request.status is Status.WAITING_FOR_GRAMMAR:
             self.state.queues.wake(request)
+            self.state.is_stalled = False
+
+    def _settle(self, now: float) -> None:
+        """Apply what the connector says is over."""
+        assert self._handoffs is not None
+        finished, events = self._handoffs.settle()
+        self._events += [(handle, kind, now) for handle, kind in events]
+        for end in finished:
+            self._ended(end, now)
 
     def _ended(self, finished: Finished, now: float) -> None:
         self._finished.append(finished)
@@ -165,19 +211,36 @@ class EngineCore:
         return self.state.in_flight[-1]
 
     def has_work(self) -> bool:
-        """Whether `begin` has anything to say: requests, or seats to vacate."""
+        """Whether `begin` has anything to say: requests to run, seats to vacate, KV to move.
+
+        What only waits for a message or a deadline is no work.
+        """
         return self.state.has_work
+
+    def is_empty(self) -> bool:
+        """No request is here, none in flight, and nothing is held for another engine."""
+        state = self.state
+        return not (state.requests or state.held or state.in_flight or state.has_work)
+
+    def next_deadline_s(self) -> float | None:
+        """When `begin` must be called again even if nothing comes until then, on our clock."""
+        return None if self.state.handoff is None else self.state.handoff.next_deadline_s()
 
     def begin(self) -> StepPlan | None:
         """Plan a step; None when there is nothing at all to do.
 
         A plan may have no rows: the worker still vacates seats and moves KV.
         """
+        if self.state.handoff is not None:
+            self.state.handoff.expire()
+            self._settle(self._clock.now())
         if not self.state.has_work:
             return None
         now = self._clock.now()
-        step = self.scheduler.schedule(idle=not any(len(s.slots) for s in self.state.in_flight))
+        is_idle = not any(len(s.slots) for s in self.state.in_flight)
+        step = self.scheduler.schedule(idle=is_idle)
         self.state.in_flight.append(step)
+        self.state.is_stalled = is_idle and step.is_empty
         self._note_step(step, now)
         plan = self._plan_of(step)
         if self._rules is not None:
@@ -192,12 +255,20 @@ class EngineCore:
             self._events.append((request.handle, EventKind.PREEMPTED, now))
         for finished in step.ended:
             self._ended(finished, now)
+        if self._handoffs is not None:
+            for request in step.held_back:
+                self._events.append((request.handle, EventKind.HELD, now))
+            for loading in step.loading:
+                self._events.append((loading.request.handle, EventKind.LOADING, now))
         for admission in step.admitted:
             request = admission.request
             self._events.append((request.handle, EventKind.SCHEDULED, now))
             if not request.was_admitted:
                 request.was_admitted = True
-                self._prefills.append(PrefillInfo(request.handle, admission.num_computed))
+                # What was loaded counts as computed; cached is what was here before.
+                was_loaded = request.kv_receive is not None and admission.num_local is None
+                cached = request.num_local_hit if was_loaded else admission.num_computed
+                self._prefills.append(PrefillInfo(request.handle, cached))
 
     def _plan_of(self, step: Step) -> StepPlan:
         """The step in the form that workers run."""
@@ -242,6 +313,12 @@ class EngineCore:
             self._events.append((handle, EventKind.FIRST_TOKEN, now))
         for finished in outcome.finished:
             self._ended(finished, now)
+        if self._handoffs is not None:
+            if len(step.slots):
+                self.state.is_stalled = False
+            if self.state.streaming:
+                self._handoffs.report_chunks(step)
+            self._settle(now)
         self._stats.prompt_tokens += outcome.num_prompt_tokens
         self._stats.generation_tokens += int(outcome.num_kept.sum())
         if len(result.num_verified):
@@ -251,6 +328,8 @@ class EngineCore:
         outputs.token_ids = outcome.token_ids
         if result.logprobs:
             outputs.logprobs = _logprobs_of(step, result, outcome)
+        if result.ended_s and len(step.slots):
+            outputs.step = _sample_of(step, result.ended_s - result.started_s)
         outputs.stats = self.stats()
         return outputs
 
@@ -286,9 +365,11 @@ class EngineCore:
 
     def take_outputs(self) -> EngineOutputs | None:
         """Events and ends that belong to no step (arrivals, aborts, refusals), or None."""
-        if not (self._finished or self._events or self._prefills):
-            return None
-        return self._drain(self._clock.now())
+        handoff = self.state.handoff
+        told = self._finished or self._events or self._prefills or self._kv_received
+        if told or (handoff is not None and handoff.has_outputs):
+            return self._drain(self._clock.now())
+        return None
 
     def _drain(self, now: float) -> EngineOutputs:
         outputs = EngineOutputs(
@@ -305,6 +386,11 @@ class EngineCore:
                 np.array(handles, np.int64), np.array(kinds, np.uint8), np.array(times)
             )
         self._finished, self._prefills, self._events = [], [], []
+        outputs.kv_received, self._kv_received = self._kv_received, []
+        if self.state.handoff is not None and self.state.handoff.has_outputs:
+            kv = self.state.handoff.take_outputs()
+            outputs.kv_ready, outputs.kv_links = kv.ready, kv.links
+            outputs.kv_received += kv.received
         return outputs
 
     # ------------------------------------------------------------ looking in
@@ -319,6 +405,13 @@ class EngineCore:
         stats.num_preemptions = state.num_preemptions
         stats.prefix_cache_queries = state.num_prefix_queries
         stats.prefix_cache_hits = state.num_prefix_hits
+        if state.handoff is not None:
+            stats.num_loading = len(state.loading)
+            counts = state.handoff.counts()
+            stats.num_holds, stats.hold_usage = counts.num_holds, counts.hold_usage
+            stats.num_expired_leases = counts.num_expired_leases
+            stats.num_failed_loads = counts.num_failed_loads
+            stats.num_unknown_transfers = counts.num_unknown_transfers
         return copy.copy(stats)
 
     def slots(self) -> list[dict[str, Any]]:
@@ -370,6 +463,19 @@ def _new_request(request: Request) -> NewRequest:
         params=request.params,
         stop_token_ids=request.stop_ids.all,
         block_ids=np.array(request.table.blocks, np.int32),
+    )
+
+
+def _sample_of(step: Step, seconds: float) -> StepSample:
+    """The step's work, as it was planned, and how long it took."""
+    work = StepWork.of_rows(step.num_computed, step.num_scheduled, int(step.samples.sum()))
+    return StepSample(
+        num_tokens=int(work.num_tokens),
+        num_rows=int(work.num_rows),
+        num_sampled=int(work.num_sampled),
+        context_tokens=int(work.context_tokens),
+        attended_tokens=int(work.attended_tokens),
+        seconds=seconds,
     )
 
 

@@ -53,11 +53,18 @@ def least_lost_victim(state: EngineState) -> int:
 
 
 def reserved_blocks(state: EngineState) -> int:
-    """Blocks that running requests will still take, up to the expected output length of each."""
+    """Blocks that running requests will still take, up to the expected output length of each.
+
+    So will those that another engine hands over to us: they have blocks, and cannot be preempted.
+    """
     seats, running = state.seats, state.running
     expected = seats.num_prompt[running] + state.config.reserve_output_tokens
     growth = np.minimum(expected, seats.stop_at[running]) - seats.room[running]
-    return int((-(-np.maximum(growth, 0) // state.config.block_size)).sum())
+    blocks = int((-(-np.maximum(growth, 0) // state.config.block_size)).sum())
+    for request in (*state.loading.values(), *state.loaded.values()):
+        whole = state.kv.blocks_for(expected_length(state, request))
+        blocks += max(0, whole - len(request.table.blocks))
+    return blocks
 
 
 def expected_length(state: EngineState, request: Request) -> int:

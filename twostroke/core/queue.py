@@ -47,8 +47,8 @@ class _PlaceHeap:
 class WaitingQueues:
     """`waiting` and `skipped`, with the scan that a step makes over them.
 
-    A scan calls `head` and then exactly one of `take`, `pass_over`, `hide` or `block` on what it
-    got, until it stops; `end_scan` makes passed-over and hidden requests visible again.
+    A scan calls `head` and then exactly one of `take`, `pass_over`, `hide`, `block` or `hold_back`
+    on what it got, until it stops; `end_scan` makes passed-over and hidden requests visible again.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -56,17 +56,23 @@ class WaitingQueues:
         self._waiting = _PlaceHeap()
         self._ready = _PlaceHeap()  # in `skipped`, and able to go on
         self._blocked: dict[Place, Request] = {}  # in `skipped`, and not
+        self._held_back = _PlaceHeap()  # in `skipped`, and not until others let something go
         self._passed: list[Request] = []
         self._hidden: list[tuple[_PlaceHeap, Request]] = []
         self._front = 0
         self._back = 0
 
     def __len__(self) -> int:
-        return len(self._waiting.members) + len(self._ready.members) + len(self._blocked)
+        heaps = (self._waiting, self._ready, self._held_back)
+        return sum(len(heap.members) for heap in heaps) + len(self._blocked)
 
     @property
     def num_blocked(self) -> int:
         return len(self._blocked)
+
+    @property
+    def num_held_back(self) -> int:
+        return len(self._held_back.members)
 
     def is_blocked(self, request: Request) -> bool:
         """Whether it waits for something outside."""
@@ -85,7 +91,7 @@ class WaitingQueues:
 
     def skipped(self) -> Iterator[Request]:
         """The queue `skipped`, in order, blocked requests included."""
-        members = self._ready.members | self._blocked
+        members = self._ready.members | self._blocked | self._held_back.members
         return (members[place] for place in sorted(members))
 
     def _place_at_back(self, request: Request) -> Place:
@@ -113,7 +119,7 @@ class WaitingQueues:
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it is."""
-        for heap in (self._waiting, self._ready):
+        for heap in (self._waiting, self._ready, self._held_back):
             if heap.members.get(request.place) is request:
                 heap.remove(request)
                 return
@@ -124,6 +130,13 @@ class WaitingQueues:
         """What a blocked request waited for has happened."""
         if self.is_blocked(request):
             del self._blocked[request.place]
+            self._ready.push(request)
+
+    def wake_held_back(self) -> None:
+        """The first of those held back may be looked at."""
+        request = self._held_back.first()
+        if request is not None:
+            self._held_back.remove(request)
             self._ready.push(request)
 
     # ------------------------------------------------------------ scan
@@ -151,6 +164,11 @@ class WaitingQueues:
         """The head waits for something outside; it belongs to `skipped` from now on."""
         self._move_to_skipped(request)
         self._blocked[request.place] = request
+
+    def hold_back(self, request: Request) -> None:
+        """The head waits until others let something go; it belongs to `skipped` from now on."""
+        self._move_to_skipped(request)
+        self._held_back.push(request)
 
     def hide(self, request: Request) -> None:
         """The head is not looked at again in this scan, and keeps its place in its queue."""

@@ -38,7 +38,8 @@ class Request:
     counts tokens that steps in flight will produce. `frames_to_discard` counts results in flight
     that a forced cache reset made void. `may_load` is whether the connector is asked for its KV,
     `num_passes` how many requests were admitted past it while it lacked blocks, `num_stalls` how
-    often it preempted itself at length `stalled_at` with nobody else to preempt.
+    often it preempted itself at length `stalled_at` with nobody else to preempt, `was_held_back`
+    whether its prefill had to wait for what others left to be fetched.
     """
 
     __slots__ = (
@@ -47,6 +48,8 @@ class Request:
         "finish_reason",
         "frames_to_discard",
         "handle",
+        "kv_receive",
+        "kv_send",
         "load_failed",
         "load_reported",
         "max_tokens",
@@ -74,6 +77,7 @@ class Request:
         "tokens",
         "uid",
         "was_admitted",
+        "was_held_back",
     )
 
     def __init__(self, message: AddRequest, uid: int, table: BlockTable) -> None:
@@ -85,6 +89,8 @@ class Request:
         self.params: SamplingParams = message.params
         self.max_tokens = message.max_tokens
         self.min_tokens = message.params.min_tokens
+        self.kv_send = message.kv_send
+        self.kv_receive = message.kv_receive
         self.stop_ids = StopIds(message.eos_token_ids, message.params.stop_token_ids)
         self.arrival_s = message.arrival_s
         self.priority_key: PriorityKey = (
@@ -114,6 +120,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.may_load = True
         self.was_admitted = False
+        self.was_held_back = False
 
     # What a connector may read (connector.base.KvRequest).
 

@@ -42,7 +42,7 @@ class Results:
         rows = len(step.slots)
         outcome = Outcome(np.zeros(rows, np.int32), result.token_ids)
         failed_loads: dict[int, Request] = {}
-        if result.kv is not None:
+        if result.kv is not None and self._state.handoff is None:
             failed_loads = fail_loads(self._state, step, result.kv)
         errors = {error.row: error.error for error in result.errors}
         if rows:

@@ -46,6 +46,8 @@ class Scheduler:
         self.queues = state.queues
         self.config = state.config
         self._connector = state.connector
+        self._handoff = state.handoff
+        self._sends_seen = 0
         self.num_steps = 0
         self._admitted_counts: list[int] = []
         least_lost = self.config.preemption == "least_lost"
@@ -243,7 +245,9 @@ class Scheduler:
     def _schedule_waiting(self, step: Step) -> None:
         """Admit from the head of the queues until something stops the scan."""
         policy, tries = self.config.admission, 0
-        while step.budget > 0 and self.state.num_running < self.config.max_num_seqs:
+        if self._handoff is not None:
+            self._before_scan(step)
+        while step.budget > 0 and self.state.num_seats_taken < self.config.max_num_seqs:
             loads_only = step.blocked is not None and policy == "loads"
             request = self.queues.head(skipped_only=loads_only)
             if request is None:
@@ -265,6 +269,21 @@ class Scheduler:
                 break
         self.queues.end_scan()
 
+    def _before_scan(self, step: Step) -> None:
+        """Admit requests whose KV has arrived: no head may hide them, for they have their blocks.
+
+        And let the first of those held back be looked at again, when something was let go.
+        """
+        assert self._handoff is not None
+        for request in list(self.state.loaded.values()):
+            if step.budget == 0 or self.state.num_running == self.config.max_num_seqs:
+                break
+            if self._try_admit(step, request) is _Verdict.STOP:
+                break
+        if self._sends_seen != self._handoff.num_sends_ended:
+            self._sends_seen = self._handoff.num_sends_ended
+            self.queues.wake_held_back()
+
     def _try_admit(self, step: Step, request: Request) -> _Verdict:
         """Admit the head of the queues, start its load, pass it over, or stop the scan."""
         if request.status is Status.WAITING_FOR_REMOTE_KVS:
@@ -276,6 +295,8 @@ class Scheduler:
         if request.num_computed == 0:
             hits = self._lookup(request)
             num_local = len(hits) * self.config.block_size
+            if request.kv_send is not None and self._is_held_back(step, request, hits):
+                return _Verdict.PASSED
             if self._connector is not None and request.may_load:
                 answer, asynchronous = self._connector.get_num_new_matched_tokens(
                     request, num_local
@@ -299,7 +320,7 @@ class Scheduler:
             hits=hits,
             num_external=num_external,
             num_new=num_new,
-            lookahead=self.state.lookahead if request.num_computed else 0,
+            lookahead=self._lookahead(request, computed, asynchronous=asynchronous),
             reserve_full=self.config.reserve_full_isl,
             delay_registration=asynchronous,
         ):
@@ -317,14 +338,43 @@ class Scheduler:
             request.status = Status.WAITING_FOR_REMOTE_KVS
             self.queues.block(request)
             step.loading.append(admission)
+            if self._handoff is not None:
+                self.state.loading[request.uid] = request
         else:
             self._admit(step, admission, num_new)
         return _Verdict.ADMITTED
 
+    def _is_held_back(self, step: Step, request: Request, hits: list[int]) -> bool:
+        """Whether a prefill must wait because what is held for others takes too much memory."""
+        if self._handoff is None:
+            return False
+        is_first = request.was_held_back or not self.queues.num_held_back
+        if self._handoff.may_send(request, hits, is_first=is_first):
+            return False
+        self.kv.remember_lookup(request.table)
+        self.queues.hold_back(request)
+        if not request.was_held_back:
+            request.was_held_back = True
+            step.held_back.append(request)
+        return True
+
+    def _lookahead(self, request: Request, computed: int, *, asynchronous: bool) -> int:
+        """Slots to reserve beyond the tokens of a request that is to be admitted.
+
+        A hand-off needs its first decode slots from the start: two loads that fill the pool, each
+        lacking one more block, would wait for each other for ever.
+        """
+        if not asynchronous or self._handoff is None:
+            return self.state.lookahead if request.num_computed else 0
+        capacity = self.kv.pool.num_usable * self.config.block_size
+        return max(0, min(1 + self.config.num_spec_tokens, capacity - computed))
+
     def _leaves_room(self, request: Request, hits: list[int]) -> bool:
         """Whether blocks for the expected growth of all that runs remain beside this request."""
-        if not self.config.reserve_output_tokens or not self.state.num_running:
+        if not self.config.reserve_output_tokens or not self.state.num_seats_taken:
             return True
+        if request.uid in self.state.loaded:
+            return True  # this was seen to before its load began
         blocks = self.kv.blocks_at_once(expected_length(self.state, request))
         own = blocks - len(hits) - len(request.table.blocks)
         return own + reserved_blocks(self.state) <= self.kv.num_free
@@ -355,6 +405,12 @@ class Scheduler:
         request = admission.request
         self.queues.take(request)
         request.status = Status.RUNNING
+        if self._handoff is not None:
+            self.state.loaded.pop(request.uid, None)
+            if request.kv_send is not None:
+                if request.kv_send.stream:
+                    self.state.streaming[request.uid] = step.number
+                self.queues.wake_held_back()  # there may be room for the next
         self.state.order[self.state.num_running] = self.seats.sit(request)
         self.state.num_running += 1
         step.budget -= num_new

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from twostroke.config import SchedulerConfig
-from twostroke.connector.base import KvConnectorScheduler
+from twostroke.connector.base import KvConnectorScheduler, KvHandoffScheduler
 from twostroke.core.queue import WaitingQueues
 from twostroke.core.request import Request, Status
 from twostroke.core.seats import Seats
@@ -36,6 +36,7 @@ class EngineState:
     ) -> None:
         self.config = config
         self.connector = connector
+        self.handoff = connector if isinstance(connector, KvHandoffScheduler) else None
         self.faithful = faithful
         self.in_flight: deque[Step] = deque()  # begun and not finished, oldest first
         self.kv = KvManager(config)
@@ -60,7 +61,11 @@ class EngineState:
         self.requests: dict[int, Request] = {}  # unfinished, by uid
         self.by_handle: dict[int, Request] = {}  # unfinished
         self.held: dict[int, Request] = {}  # finished, blocks still part of a transfer; by uid
-        self.by_request_id: dict[str, Request] = {}  # both, for connectors
+        self.by_request_id: dict[str, Request] = {}  # both, for connectors that hand nothing over
+        self.loading: dict[int, Request] = {}  # hand-offs under way to us, by uid
+        self.loaded: dict[int, Request] = {}  # and those that have arrived and have no seat yet
+        self.streaming: dict[int, int] = {}  # uid of a seated send that streams -> its first step
+        self.is_stalled = False  # nothing changes until something comes from outside
         self.finished_ids: list[str] = []  # since the last plan
         self.num_preemptions = 0
         self.num_prefix_queries = 0
@@ -73,9 +78,21 @@ class EngineState:
         return self.order[: self.num_running]
 
     @property
+    def num_seats_taken(self) -> int:
+        """Seats of running requests, and those that hand-offs to us will take."""
+        return self.num_running + len(self.loading) + len(self.loaded)
+
+    @property
     def has_work(self) -> bool:
-        """Requests that are unfinished or hold blocks, or departures that no plan has told yet."""
-        return bool(self.requests or self.held or self.finished_ids or self._freed_slots)
+        """Requests that are unfinished or hold blocks, or departures that no plan has told yet.
+
+        With hand-offs, what only waits for a message or a deadline is no work.
+        """
+        untold = self.finished_ids or self._freed_slots
+        if self.handoff is None:
+            return bool(self.requests or self.held or untold)
+        may_run = self.requests and not self.is_stalled
+        return bool(may_run or untold or self.handoff.wants_step)
 
     @property
     def is_quiet(self) -> bool:
@@ -94,7 +111,8 @@ class EngineState:
         self.by_handle[request.handle] = request
         self.queues.add(request)
         if self.connector is not None:
-            self.by_request_id[request.request_id] = request
+            if self.handoff is None:
+                self.by_request_id[request.request_id] = request
             self.connector.on_new_request(request)
 
     def vacate(self, request: Request) -> None:
@@ -132,11 +150,18 @@ class EngineState:
         self.num_running -= 1
         self.vacate(request)
         self.lose_blocks(request)
+        if request.kv_send is not None:
+            # Its last token must not end it now: there would be nothing to hand over.
+            self.void_results(request)
         self.queues.put_back(request)
         return request
 
     def lose_blocks(self, request: Request) -> None:
         """A request without a seat gives its blocks back and starts again from its tokens."""
+        if self.handoff is not None:
+            self.handoff.blocks_lost(request)
+            self.streaming.pop(request.uid, None)
+            self.loaded.pop(request.uid, None)
         self.kv.free(request.table)
         request.status = Status.PREEMPTED
         request.num_computed = 0
@@ -190,7 +215,10 @@ class EngineState:
         if self.connector is not None:
             self.kv.release_unseen(request.table, request.num_computed)
             sending, _ = self.connector.request_finished(request, request.table.blocks)
-            keep = keep or sending
+            # With hand-offs a load has reads under way, or has not.
+            keep = sending or (keep and self.handoff is None)
+            for uids in (self.loading, self.loaded, self.streaming):
+                uids.pop(request.uid, None)
         if keep:
             self.held[request.uid] = request
         else:
@@ -207,6 +235,8 @@ class EngineState:
         """Recount blocks, seats and queues; IntegrityError when they do not balance."""
         requests = [*self.requests.values(), *self.held.values()]
         self.kv.check_integrity(request.table for request in requests)
+        if self.handoff is not None:
+            self.handoff.check_integrity(self.held.keys(), self.requests.keys())
         seated = {request.uid for request in self.seats.requests()}
         ordered = {self.request_at(slot).uid for slot in self.running.tolist()}
         queued = {request.uid for request in (*self.queues.waiting(), *self.queues.skipped())}

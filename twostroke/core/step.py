@@ -34,6 +34,7 @@ class Step:
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
     loading: list[Admission] = field(default_factory=list)
+    held_back: list[Request] = field(default_factory=list)  # for the first time
     grown: dict[int, list[int]] = field(default_factory=dict)  # seat -> new blocks
     freed_slots: list[int] = field(default_factory=list)
     blocked: Request | None = None  # the first waiting request that lacked blocks
@@ -45,3 +46,8 @@ class Step:
     num_scheduled: Int32s = field(default_factory=NO_TOKENS.copy)
     num_drafts: Int32s = field(default_factory=NO_TOKENS.copy)
     samples: Bools = field(default_factory=lambda: np.empty(0, np.bool_))
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing was decided: without news the next step would be the same."""
+        return not (len(self.slots) or self.preempted or self.loading or self.ended)
