@@ -151,13 +151,14 @@ class KvReceived(msgspec.Struct, kw_only=True):
 class KvLink(msgspec.Struct, kw_only=True):
     """A link as measured from the reader's side: seconds = base + messages * each + bytes / rate.
 
-    `error`: the peer cannot be read from, and why.
+    `pipelined` is that of `cost.LinkCost`. `error`: the peer cannot be read from, and why.
     """
 
     engine_id: str
     base_s: float = 0.0
     message_s: float = 0.0
     bytes_per_s: float = 0.0
+    pipelined: bool = False
     error: str = ""
 
 

@@ -231,7 +231,10 @@ def _check_load(theirs: KvLayoutRecord, ours: KvLayoutRecord, load: KvLoad) -> N
         raise TicketError(f"lease slot {ticket.lease_slot} of {theirs.num_blocks}")
     if not 0 <= load.first_token <= ticket.num_tokens:
         raise TicketError(f"tokens {load.first_token} to {ticket.num_tokens}")
-    for record, blocks, where in ((theirs, ticket.block_ids, "there"), (ours, load.block_ids, "here")):
+    for record, blocks, where in (
+        (theirs, ticket.block_ids, "there"),
+        (ours, load.block_ids, "here"),
+    ):
         needed = -(-ticket.num_tokens // record.block_size)
         if len(blocks) < needed:
             raise TicketError(
