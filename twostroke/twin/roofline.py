@@ -77,6 +77,10 @@ class Software:
     step_s: float = 0.0
 
 
+ONE_DEVICE = Parallel()
+GRAPHS = Software()
+
+
 class StepParts(NamedTuple):
     """Seconds of a step by what they are spent on, or columns of them."""
 
@@ -100,11 +104,11 @@ class Roofline:
         self,
         shape: ModelShape,
         hardware: Hardware,
-        parallel: Parallel = Parallel(),
+        parallel: Parallel = ONE_DEVICE,
         *,
         dtype: str = "bfloat16",
         kv_dtype: str = "bfloat16",
-        software: Software = Software(),
+        software: Software = GRAPHS,
     ) -> None:
         self.shape, self.hardware, self.parallel = shape, hardware, parallel
         tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
@@ -300,7 +304,7 @@ class KvBudget(NamedTuple):
 def kv_budget(
     shape: ModelShape,
     hardware: Hardware,
-    parallel: Parallel = Parallel(),
+    parallel: Parallel = ONE_DEVICE,
     *,
     memory_share: float = 0.9,
     max_num_batched_tokens: int = 8192,
