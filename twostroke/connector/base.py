@@ -153,8 +153,13 @@ class KvHandoffScheduler(KvConnectorScheduler, Protocol):
         ...
 
     @property
-    def wants_step(self) -> bool:
-        """Whether the worker's half must be told something, or will have something to tell."""
+    def has_commands(self) -> bool:
+        """Whether the worker's half must be told something."""
+        ...
+
+    @property
+    def awaits_report(self) -> bool:
+        """Whether the worker's half will have something to tell."""
         ...
 
     @property

@@ -169,8 +169,12 @@ class HandoffScheduler:
         return self.sends.num_ended
 
     @property
-    def wants_step(self) -> bool:
-        return self._outbox.has_commands or self.loads.awaits_report
+    def has_commands(self) -> bool:
+        return self._outbox.has_commands
+
+    @property
+    def awaits_report(self) -> bool:
+        return self.loads.awaits_report
 
     def build_connector_meta(self) -> KvCommands | None:
         if not self._outbox.has_commands:

@@ -198,6 +198,10 @@ class EngineCore:
         self._finished.append(finished)
         self._events.append((finished.handle, EventKind.FINISHED, now))
 
+    def now(self) -> float:
+        """Time on the core's clock, seconds."""
+        return self._clock.now()
+
     # ------------------------------------------------------------ steps
 
     @property

@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import gc
 import logging
+import math
 import os
 import queue
 import shutil
@@ -31,8 +32,10 @@ from twostroke import log
 from twostroke.checkpoint import open_checkpoint
 from twostroke.clock import WallClock
 from twostroke.config import EngineConfig, SchedulerConfig
+from twostroke.connector.handoff import HandoffScheduler
 from twostroke.core.loop import EngineCore
 from twostroke.errors import ConfigError, ModelError, TwostrokeError
+from twostroke.kv_messages import KvConnect, KvDisconnect, KvReady, KvRelease, KvRenew
 from twostroke.messages import (
     NO_TOKENS,
     AbortRequests,
@@ -104,9 +107,7 @@ class CoreProcess:
             executor, ready = start_executor(
                 self.launch, self._report_progress, lambda: self.inbox.put(WorkerEnded())
             )
-            self.core = EngineCore(
-                scheduler_config(self.config, ready), WallClock(), check=self.config.check
-            )
+            self.core = make_core(self.config, ready)
             self.executor = executor
             self.loading = False
             self.outbox.put(ready)
@@ -145,6 +146,8 @@ class CoreProcess:
                 core.check_integrity()
             self._take_inbox(wait=idle)
             plan = self._begin()
+            if plan is None:
+                self._put_outputs()  # of what has expired
             if plan is not None and len(plan.slots) and core.num_in_flight < self.depth:
                 continue  # filling the pipeline comes before returning results
             if core.num_in_flight:
@@ -180,13 +183,23 @@ class CoreProcess:
             self.tracer.span("worker", f"step {result.step}", result.started_s, result.ended_s)
 
     def _take_inbox(self, *, wait: bool) -> None:
-        """Apply every message that is there; with `wait`, block for the first."""
+        """Apply every message that is there; with `wait`, block for the first, or a deadline."""
         with contextlib.suppress(queue.Empty):
             if wait:
-                timeout_s = max(0.0, self.stop_by_s - time.monotonic()) if self.stopping else None
-                self._apply(self.inbox.get(timeout=timeout_s))
+                self._apply(self.inbox.get(timeout=self._patience_s()))
             while True:
                 self._apply(self.inbox.get_nowait())
+        self._put_outputs()
+
+    def _patience_s(self) -> float | None:
+        """How long we may sleep; None: until a message comes."""
+        deadline_s = self.core.next_deadline_s()
+        if self.stopping:
+            deadline_s = min(self.stop_by_s, deadline_s or math.inf)
+        return None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+
+    def _put_outputs(self) -> None:
+        """Send what belongs to no step."""
         if (outputs := self.core.take_outputs()) is not None:
             self.outbox.put(outputs)
 
@@ -196,6 +209,8 @@ class CoreProcess:
                 self.core.add(message)
             case AbortRequests(handles):
                 self.core.abort(handles)
+            case KvReady() | KvRelease() | KvRenew() | KvConnect() | KvDisconnect():
+                self.core.apply_kv(message)
             case UtilityCall(call_id, method, args):
                 self.outbox.put(self._call(call_id, method, args))
             case WorkerEnded():
@@ -221,15 +236,14 @@ class CoreProcess:
 
     def _drained(self) -> bool:
         """When stopping: has everything ended, or its time run out?"""
-        if not self.core.has_work() and not self.core.num_in_flight:
+        if self.core.is_empty():
             return True
         if time.monotonic() < self.stop_by_s:
             return False
         while self.core.num_in_flight:
             self._finish_oldest()
         self.core.abort([slot["handle"] for slot in self.core.slots()])
-        if (outputs := self.core.take_outputs()) is not None:
-            self.outbox.put(outputs)
+        self._put_outputs()
         return True
 
     def _receive_inputs(self) -> None:
@@ -306,6 +320,17 @@ def scheduler_config(config: EngineConfig, ready: EngineReady) -> SchedulerConfi
         max_backfills=config.max_backfills,
         preemption=config.preemption,
         reserve_output_tokens=config.reserve_output_tokens,
+    )
+
+
+def make_core(config: EngineConfig, ready: EngineReady) -> EngineCore:
+    """The decisions of an engine; with what hands KV over, if its KV can be read."""
+    clock = WallClock()
+    connector = None
+    if ready.kv is not None:
+        connector = HandoffScheduler(clock, ready.kv, max_hold_share=config.kv_hold_share)
+    return EngineCore(
+        scheduler_config(config, ready), clock, connector=connector, check=config.check
     )
 
 

@@ -6,12 +6,14 @@ processes.
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from twostroke.errors import EngineDeadError
+from twostroke.kv_messages import KvConnect, KvDisconnect, KvReady, KvRelease, KvRenew
 from twostroke.messages import (
     AbortRequests,
     AddRequest,
@@ -84,8 +86,7 @@ class InProcessChannel:
         while True:
             if not core.num_in_flight and not core.has_work() and not self._inbox:
                 core.check_integrity()
-                self._wake.clear()
-                await self._wake.wait()
+                await self._sleep()
             while self._inbox:
                 self._apply(self._inbox.popleft())
             plan = core.begin() if core.num_in_flight < self._depth else None
@@ -97,12 +98,22 @@ class InProcessChannel:
                 self._emit(outputs)
             await asyncio.sleep(0)
 
+    async def _sleep(self) -> None:
+        """Until a message comes, or something expires."""
+        self._wake.clear()
+        deadline_s = self._core.next_deadline_s()
+        timeout_s = None if deadline_s is None else max(0.0, deadline_s - self._core.now())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), timeout_s)
+
     def _apply(self, message: ToEngine) -> None:
         match message:
             case AddRequest():
                 self._core.add(message)
             case AbortRequests(handles):
                 self._core.abort(handles)
+            case KvReady() | KvRelease() | KvRenew() | KvConnect() | KvDisconnect():
+                self._core.apply_kv(message)
             case UtilityCall(call_id, method, args):
                 self._emit(self._call(call_id, method, args))
             case Shutdown():
