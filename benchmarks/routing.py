@@ -16,6 +16,7 @@ import argparse
 import heapq
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,8 +45,9 @@ CONFIG = SchedulerConfig(
 class Rule(Protocol):
     """What a way to choose has in common with RoutingPolicy."""
 
-    def choose(self, prompt_token_ids: Int32s) -> int: ...
-    def sent(self, handle: int, engine: int, prompt_token_ids: Int32s) -> None: ...
+    def keys_of(self, token_ids: Int32s) -> Sequence[int]: ...
+    def choose(self, keys: Sequence[int]) -> int: ...
+    def sent(self, handle: int, engine: int, tokens: int, keys: Sequence[int]) -> None: ...
     def first_token(self, handle: int) -> None: ...
     def ended(self, handle: int) -> None: ...
     def engine_stats(self, engine: int, stats: EngineStats) -> None: ...
@@ -57,10 +59,13 @@ class Turns:
     def __init__(self, num_engines: int) -> None:
         self._turn = itertools.cycle(range(num_engines))
 
-    def choose(self, prompt_token_ids: Int32s) -> int:
+    def keys_of(self, token_ids: Int32s) -> Sequence[int]:
+        return ()
+
+    def choose(self, keys: Sequence[int]) -> int:
         return next(self._turn)
 
-    def sent(self, handle: int, engine: int, prompt_token_ids: Int32s) -> None:
+    def sent(self, handle: int, engine: int, tokens: int, keys: Sequence[int]) -> None:
         pass
 
     def first_token(self, handle: int) -> None:
@@ -86,7 +91,7 @@ class Counts(Turns):
         self._heard_s = 0.0
         self._first = 0
 
-    def choose(self, prompt_token_ids: Int32s) -> int:
+    def choose(self, keys: Sequence[int]) -> int:
         if self._clock.now() - self._heard_s >= STALE_S:
             self._heard, self._heard_s = list(self._said), self._clock.now()
 
@@ -98,7 +103,7 @@ class Counts(Turns):
         self._first = (self._first + 1) % self._count
         return min(((self._first + i) % self._count for i in range(self._count)), key=score)
 
-    def sent(self, handle: int, engine: int, prompt_token_ids: Int32s) -> None:
+    def sent(self, handle: int, engine: int, tokens: int, keys: Sequence[int]) -> None:
         self._where[handle] = engine
         self._in_flight[engine] += 1
 
@@ -184,8 +189,9 @@ def simulate(rule: Rule, num_engines: int, clock: VirtualClock, work: list[Int32
         clock.advance_to(time_s)
         if is_arrival:
             tokens = work[index]
-            engine = rule.choose(tokens)
-            rule.sent(index, engine, tokens)
+            keys = rule.keys_of(tokens)
+            engine = rule.choose(keys)
+            rule.sent(index, engine, len(tokens), keys)
             seen.sent[engine] += 1
             seen.arrived_s[index] = time_s
             waiting_first.add(index)

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from twostroke.ledger import Interval, RequestLedger
+from twostroke.ledger import OF_TWO_ENGINES, Interval, RequestLedger
 from twostroke.messages import EngineReady, EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -398,7 +398,8 @@ def request_line(request_id: str, samples: Sequence[SampleRecord]) -> str:
         parts.append(f"first token {ttft_ms:.0f} ms")
     if per_token_s := time_per_output_token_s(slowest):
         parts.append(f"{1 / per_token_s:.1f} tok/s")
-    spent = [f"{i.name.lower()} {ledger.spent_ns[i] / 1e6:.0f}" for i in Interval]
+    shown = [i for i in Interval if i not in OF_TWO_ENGINES or ledger.spent_ns[i]]
+    spent = [f"{i.name.lower()} {ledger.spent_ns[i] / 1e6:.0f}" for i in shown]
     return f"{', '.join(parts)}, {ledger.total_ns / 1e6:.0f} ms ({', '.join(spent)})"
 
 

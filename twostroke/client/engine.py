@@ -251,7 +251,7 @@ class AsyncEngine:
         request = Request(
             request_id,
             params,
-            engine=self._policy.choose(tokens, cache_salt),
+            engine=self._policy.choose(self._policy.keys_of(tokens, cache_salt)),
             num_prompt_tokens=len(prompt_token_ids),
             max_tokens=max_tokens,
             arrival_s=arrival_s,
@@ -305,7 +305,8 @@ class AsyncEngine:
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             )
             suffix = f"-{index}" if params.n > 1 else ""
-            self._policy.sent(handle, link.index, tokens, cache_salt)
+            keys = self._policy.keys_of(tokens, cache_salt)
+            self._policy.sent(handle, link.index, len(tokens), keys)
             link.send(
                 AddRequest(
                     handle=handle,

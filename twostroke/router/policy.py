@@ -98,8 +98,7 @@ class PrefixIndex:
 
 @dataclass
 class _Engine:
-    prefixes: PrefixIndex
-    is_alive: bool = True
+    prefixes: PrefixIndex = field(default_factory=lambda: PrefixIndex(MAX_INDEX_BLOCKS))
     prefill_tokens: int = 0
     num_requests: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
@@ -112,52 +111,76 @@ class _Sent:
 
 
 class RoutingPolicy:
-    """Counts what each of `num_engines` engines has to do, and chooses among them.
+    """Counts what each engine has to do, and chooses among them.
 
-    Requests are known by `handle`, any integer unique among the unfinished; unknown ones are
-    ignored. `block_size` is the grain of the prefix index, in tokens; the engines' own may differ.
-    Engines without a prefix cache have no `affinity`.
+    Engines 0 to `num_engines` - 1 are there from the start; others are added. Requests are known by
+    `handle`, any integer unique among the unfinished; unknown ones are ignored. `block_size` is the
+    grain of the prefix index, in tokens; the engines' own may differ. Engines without a prefix
+    cache have no `affinity`.
     """
 
-    def __init__(self, num_engines: int, *, block_size: int = 16, affinity: bool = True) -> None:
+    def __init__(
+        self, num_engines: int = 0, *, block_size: int = 16, affinity: bool = True
+    ) -> None:
         self._block_size = block_size
-        self._affinity = affinity and num_engines > 1
+        self._affinity = affinity
         self._keys = PrefixKeys(block_size)
-        self._engines = [_Engine(PrefixIndex(MAX_INDEX_BLOCKS)) for _ in range(num_engines)]
+        self._engines: dict[int, _Engine] = {i: _Engine() for i in range(num_engines)}
         self._sent: dict[int, _Sent] = {}
         self._first = 0  # the engine that wins a tie
 
+    @property
+    def has_affinity(self) -> bool:
+        """Whether it matters what an engine has cached."""
+        return self._affinity and len(self._engines) > 1
+
     # ------------------------------------------------------------ what it answers
 
-    def choose(self, prompt_token_ids: Sequence[int] | Int32s, cache_salt: str = "") -> int:
-        """The engine for a prompt. Changes nothing; raises EngineDeadError when none lives."""
-        count = len(self._engines)
-        rotation = [(self._first + i) % count for i in range(count)]
-        loads = {i: self.load(i) for i in rotation if self._engines[i].is_alive}
-        if len(loads) <= 1:
-            return self._only(loads)
-        keys = self._keys.of(prompt_token_ids, cache_salt) if self._affinity else []
-        bound = MAX_IMBALANCE * min(loads.values()) + SLACK_TOKENS
+    def keys_of(self, token_ids: Sequence[int] | Int32s, cache_salt: str = "") -> Sequence[int]:
+        """The keys of a prompt's blocks, to be given to the other methods."""
+        return self._keys.of(token_ids, cache_salt) if self.has_affinity else ()
 
-        def score(engine: int) -> tuple[float, float]:
-            cached = self._engines[engine].prefixes.match(keys) * self._block_size
-            return loads[engine] - cached, loads[engine]
+    def choose(self, keys: Sequence[int] = (), among: Sequence[int] | None = None) -> int:
+        """The engine for a prompt, of those in `among` (None: of all). Changes nothing.
+
+        Raises EngineDeadError when there is none.
+        """
+        candidates = self._engines if among is None else among
+        if len(candidates) <= 1:
+            for engine in candidates:
+                return engine
+            raise EngineDeadError("every engine is gone")
+        loads = {i: self.load(i) for i in candidates}
+        bound = MAX_IMBALANCE * min(loads.values()) + SLACK_TOKENS
+        count = max(loads) + 1
+
+        def score(engine: int) -> tuple[float, float, int]:
+            load = loads[engine]
+            return load - self.cached_tokens(engine, keys), load, (engine - self._first) % count
 
         return min((i for i, load in loads.items() if load <= bound), key=score)
 
     def load(self, engine: int) -> float:
         """Tokens of work outstanding there, as the module's formula has it."""
-        it = self._engines[engine]
+        if (it := self._engines.get(engine)) is None:
+            return 0
         waiting = min(it.stats.num_waiting, it.num_requests)  # what has ended waits no more
         crowding = waiting * 6 * max(0.0, it.stats.kv_usage - 0.5)
         return it.prefill_tokens + DECODE_TOKENS * (it.num_requests + crowding)
 
-    def _only(self, living: dict[int, float]) -> int:
-        if not living:
-            raise EngineDeadError("every engine is gone")
-        return next(iter(living))
+    def prefill_tokens(self, engine: int) -> int:
+        """Prompt tokens sent there and not computed yet."""
+        return self._engines[engine].prefill_tokens
+
+    def cached_tokens(self, engine: int, keys: Sequence[int]) -> int:
+        """How many leading tokens of a prompt the engine should have in its cache."""
+        return self._engines[engine].prefixes.match(keys) * self._block_size
 
     # ------------------------------------------------------------ what it is told
+
+    def add_engine(self, engine: int) -> None:
+        """One more engine, or one that is back: with nothing to do, and nothing cached."""
+        self._engines[engine] = _Engine()
 
     def engine_ready(self, engine: int, pool_tokens: int) -> None:
         """The engine's KV pool holds that many tokens: no use in remembering more."""
@@ -170,31 +193,33 @@ class RoutingPolicy:
 
     def engine_died(self, engine: int) -> None:
         """It is chosen no more, and what it had is forgotten."""
-        self._engines[engine] = _Engine(PrefixIndex(0), is_alive=False)
+        self._engines.pop(engine, None)
         self._sent = {h: sent for h, sent in self._sent.items() if sent.engine != engine}
 
     def prefixes_reset(self, engine: int) -> None:
         """The engine's prefix cache is empty now."""
-        self._engines[engine].prefixes.clear()
+        if (it := self._engines.get(engine)) is not None:
+            it.prefixes.clear()
+
+    def cached(self, engine: int, keys: Sequence[int]) -> None:
+        """The engine has computed, or got, the KV of these blocks."""
+        if (it := self._engines.get(engine)) is not None:
+            it.prefixes.add(keys)
 
     def sent(
-        self,
-        handle: int,
-        engine: int,
-        prompt_token_ids: Sequence[int] | Int32s,
-        cache_salt: str = "",
+        self, handle: int, engine: int, num_prompt_tokens: int, keys: Sequence[int] = ()
     ) -> None:
-        """A request was sent to an engine."""
+        """A request was sent to an engine, which computes its prompt as far as it is not cached.
+
+        0 prompt tokens: their KV comes from elsewhere.
+        """
         it = self._engines[engine]
-        tokens = len(prompt_token_ids)
-        if self._affinity:
-            keys = self._keys.of(prompt_token_ids, cache_salt)
-            tokens -= it.prefixes.match(keys) * self._block_size
-            it.prefixes.add(keys)
+        tokens = max(num_prompt_tokens - self.cached_tokens(engine, keys), 0)
+        it.prefixes.add(keys)
         self._sent[handle] = _Sent(engine, tokens)
         it.prefill_tokens += tokens
         it.num_requests += 1
-        self._first = (engine + 1) % len(self._engines)
+        self._first = engine + 1
 
     def first_token(self, handle: int) -> None:
         """The request's prompt is computed."""

@@ -411,7 +411,7 @@ async def test_ledger_metrics_and_log_line_of_a_request(caplog):
     ledger = record.ledger
     assert sum(ledger.spent_ns) == ledger.total_ns
     seconds = [round(ns / 1e9) for ns in ledger.spent_ns]
-    assert seconds == [round(now), 2, 1, 2, 3, 0]
+    assert seconds == [round(now), 2, 1, 0, 0, 0, 2, 3, 0]
     assert (record.output_tokens, record.finish_reason, ledger.num_preemptions) == (3, "length", 1)
     assert caplog.records[0].message.startswith("r: length, 6 + 3 tokens, first token")
     text = engine.metrics.render().decode()

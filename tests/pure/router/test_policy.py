@@ -22,9 +22,14 @@ def prompt(seed: int, length: int = 100) -> list[int]:
 
 
 def send(policy: RoutingPolicy, handle: int, tokens: list[int], salt: str = "") -> int:
-    engine = policy.choose(tokens, salt)
-    policy.sent(handle, engine, tokens, salt)
+    keys = policy.keys_of(tokens, salt)
+    engine = policy.choose(keys)
+    policy.sent(handle, engine, len(tokens), keys)
     return engine
+
+
+def choose(policy: RoutingPolicy, tokens: list[int], salt: str = "") -> int:
+    return policy.choose(policy.keys_of(tokens, salt))
 
 
 def test_uniform_load_is_spread_evenly():
@@ -67,7 +72,7 @@ def test_an_equal_prefix_goes_where_it_is():
         policy.first_token(handle)
     policy.ended(0)
     other = prompt(99, 320)
-    assert policy.choose(other) != home
+    assert choose(policy, other) != home
 
 
 def test_another_salt_shares_nothing():
@@ -75,8 +80,8 @@ def test_another_salt_shares_nothing():
     shared = prompt(0, 320)
     assert send(policy, 0, shared, "a") == 0
     policy.ended(0)
-    assert policy.choose(shared, "a") == 0
-    assert policy.choose(shared, "b") == policy.choose(shared) == 1
+    assert choose(policy, shared, "a") == 0
+    assert choose(policy, shared, "b") == choose(policy, shared) == 1
 
 
 def test_a_popular_prefix_spreads_when_its_engine_is_busy():
@@ -93,7 +98,7 @@ def test_a_popular_prefix_spreads_when_its_engine_is_busy():
 def test_requests_that_wait_for_kv_weigh_more():
     policy = RoutingPolicy(2)
     for handle in range(2):
-        policy.sent(handle, 0, [1])
+        policy.sent(handle, 0, 1)
         policy.first_token(handle)
     policy.engine_stats(0, EngineStats(num_waiting=1, kv_usage=1.0))
     assert policy.load(0) == DECODE_TOKENS * (2 + 6 * 0.5)
@@ -111,15 +116,15 @@ def test_what_was_reset_or_fell_out_of_the_pool_attracts_nothing():
     shared = prompt(0, 320)
     send(policy, 0, shared)
     policy.ended(0)
-    assert policy.choose(shared) == 0
+    assert choose(policy, shared) == 0
     policy.prefixes_reset(0)
-    assert policy.choose(shared) == 1
+    assert choose(policy, shared) == 1
     policy.engine_ready(1, pool_tokens=19 * 16)
     for handle, seed in enumerate((0, 1), start=1):
-        policy.sent(handle, 1, prompt(seed, 320))
+        policy.sent(handle, 1, 320, policy.keys_of(prompt(seed, 320)))
         policy.ended(handle)
-    assert policy.choose(prompt(1, 320)) == 1
-    assert policy.choose(shared) == 0
+    assert choose(policy, prompt(1, 320)) == 1
+    assert choose(policy, shared) == 0
 
 
 def test_the_dead_are_never_chosen():
@@ -133,7 +138,7 @@ def test_the_dead_are_never_chosen():
     assert {send(policy, handle, shared) for handle in range(1, 40)} == {1}
     policy.engine_died(1)
     with pytest.raises(EngineDeadError, match="every engine"):
-        policy.choose(shared)
+        choose(policy, shared)
 
 
 def test_without_a_prefix_cache_there_is_no_affinity():
@@ -189,13 +194,14 @@ def test_random_lives(num_engines: int, steps: list[tuple[str, int]]):
         handle = list(open_on)[value % len(open_on)] if open_on else -1
         if what == "send" and alive:
             tokens = prompt(value % 3, 64) + prompt(value, value % 200)
-            chosen = policy.choose(tokens, str(value % 2))
+            chosen = choose(policy, tokens, str(value % 2))
             loads = {i: policy.load(i) for i in alive}
             assert chosen in alive
             assert loads[chosen] <= MAX_IMBALANCE * min(loads.values()) + SLACK_TOKENS
-            assert twin.choose(tokens, str(value % 2)) == chosen  # nothing but what it was told
+            assert choose(twin, tokens, str(value % 2)) == chosen  # nothing but what it was told
             for it in (policy, twin):
-                it.sent(number, chosen, tokens, str(value % 2))
+                keys = it.keys_of(tokens, str(value % 2))
+                it.sent(number, chosen, len(tokens), keys)
             assert loads[chosen] + DECODE_TOKENS < policy.load(chosen)
             open_on[number] = chosen
         elif what == "kill" and value < 100:

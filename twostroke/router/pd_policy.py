@@ -1,0 +1,131 @@
+"""Where both strokes of a request run: through P and D, or on one engine.
+
+Room on D is a hard constraint: without any the request waits in the router, where it takes nobody's
+memory. Among engines with room the least loaded wins, less what it has cached (`policy`).
+"""
+
+from typing import NamedTuple
+
+from twostroke.clock import Clock
+from twostroke.errors import EngineDeadError
+from twostroke.router.engines import Engine, Fleet, Need
+from twostroke.router.jobs import DispatchSettings, Job
+from twostroke.router.policy import RoutingPolicy
+
+
+class Placement(NamedTuple):
+    """Prefill on `prefill`, or where it decodes when that is None; `reason` is for the counters."""
+
+    prefill: Engine | None
+    decode: Engine
+    reason: str
+
+
+class PdPolicy:
+    """Chooses engines for jobs. Changes nothing."""
+
+    def __init__(
+        self, clock: Clock, settings: DispatchSettings, fleet: Fleet, routing: RoutingPolicy
+    ) -> None:
+        self._clock = clock
+        self._settings = settings
+        self._fleet = fleet
+        self._routing = routing
+        self.expected_output_tokens = float(settings.expected_output_tokens)
+
+    def place(self, job: Job) -> Placement | None:
+        """Where a job is to run; None: it must wait. Raises EngineDeadError: nowhere, ever."""
+        fleet = self._fleet
+        if not fleet.has_roles:
+            engines = fleet.with_role("both")
+            return self._whole(job, engines, "") if engines else None
+        one_token = job.request.max_tokens == 1 and job.request.params.prompt_logprobs is None
+        if one_token and (engines := self._without(job, fleet.with_role("prefill"))):
+            return self._whole(job, engines, "one_token")
+        readers = self._without(job, fleet.with_role("decode", "both"))
+        roomy = [engine for engine in readers if engine.has_room(self.need(job, engine))]
+        if not roomy:
+            return None
+        if reason := self._forced(job):
+            return self._whole(job, roomy, reason)
+        return self._through_two(job, roomy) or self._alone(job, roomy)
+
+    def reader(self, job: Job, source: Engine) -> Engine | None:
+        """Another engine to read the KV that `source` holds of a job, with room if there is any."""
+        now_s = self._clock.now()
+        readers = [
+            engine
+            for engine in self._without(job, self._fleet.with_role("decode", "both"))
+            if self._fleet.may_read(engine, source, now_s)
+        ]
+        roomy = [engine for engine in readers if engine.has_room(self.need(job, engine))]
+        return self._best(job, roomy or readers) if readers else None
+
+    def source(self, job: Job, reader: Engine) -> Engine | None:
+        """An engine to prefill for a reader."""
+        sources = self._sources(job, reader)
+        return self._best(job, sources) if sources else None
+
+    def need(self, job: Job, engine: Engine) -> Need:
+        """Blocks that the job should come to there, by the mean output so far."""
+        output = min(job.request.max_tokens, round(self.expected_output_tokens))
+        return engine.need(job.num_prompt_tokens, output)
+
+    def _forced(self, job: Job) -> str:
+        """Why a job must not be handed over, or nothing."""
+        if job.whole_reason:
+            return job.whole_reason
+        if job.request.params.prompt_logprobs is not None:
+            return "prompt_logprobs"
+        if self._settings.pd_policy == "never":
+            return "never"
+        if job.num_prompt_tokens < 2:
+            return "short"  # the last token is computed in any case
+        return ""
+
+    def _through_two(self, job: Job, roomy: list[Engine]) -> Placement | None:
+        sources = {reader: self._sources(job, reader) for reader in roomy}
+        readers = [reader for reader in roomy if sources[reader]]
+        if not readers:
+            return None
+        reader = self._best(job, readers)
+        source = self._best(job, sources[reader])
+        return Placement(source, reader, "always")
+
+    def _sources(self, job: Job, reader: Engine) -> list[Engine]:
+        """Engines that could prefill the job for this reader."""
+        now_s = self._clock.now()
+        return [
+            engine
+            for engine in self._without(job, self._fleet.with_role("prefill", "both"))
+            # Two that serve both strokes do it as well alone.
+            if (engine.role, reader.role) != ("both", "both")
+            and engine.need(job.num_prompt_tokens, 0).blocks <= engine.num_blocks
+            and self._fleet.may_read(reader, engine, now_s)
+        ]
+
+    def _alone(self, job: Job, roomy: list[Engine]) -> Placement:
+        """No hand-off is possible now: there is nobody to read from."""
+        limit = self._settings.recompute_max_tokens
+        both = [engine for engine in roomy if engine.role == "both"]
+        if both or limit is None or job.num_prompt_tokens <= limit:
+            return self._whole(job, both or roomy, "no_prefill_engine")
+        raise EngineDeadError(
+            f"no engine is there to prefill, and the prompt has {job.num_prompt_tokens:,} tokens; "
+            f"limit: {limit:,} where it decodes",
+            hint="try again later, or restart with a larger --kv-recompute-max-tokens",
+        )
+
+    def _whole(self, job: Job, engines: list[Engine], reason: str) -> Placement:
+        return Placement(None, self._best(job, engines), reason)
+
+    def _best(self, job: Job, engines: list[Engine]) -> Engine:
+        indices = [engine.index for engine in engines]
+        for index in indices:
+            if index in job.beside:
+                return self._fleet[index]
+        return self._fleet[self._routing.choose(job.keys, indices)]
+
+    def _without(self, job: Job, engines: list[Engine]) -> list[Engine]:
+        """Not where it has failed, if it can be helped."""
+        return [engine for engine in engines if engine is not job.avoid] or engines
