@@ -1,0 +1,103 @@
+"""Figures that several verdicts rest on, out of an `Observation`. NaN where they cannot be told."""
+
+import math
+
+from twostroke.advice.observation import UNKNOWN, Observation
+
+FULL = 0.9  # share of a pool, of seats or of a bound from which it counts as used up
+USUAL_ELASTICITY = 0.6  # of an H100 at TP8 from 64 to 288 rows, for where it was not measured
+MOST_GROWTH = 20.0  # of a batch, as a power of e: beyond any hardware
+FILLED = 0.97  # of a pool: what is left is less than a prompt
+
+
+def known(value: float, otherwise: float = 0.0) -> float:
+    """The value, or what to take for one that is not known."""
+    return otherwise if math.isnan(value) else value
+
+
+def over(value: float, by: float) -> float:
+    """A quotient; not known when `by` is not above zero."""
+    return value / by if by > 0 else UNKNOWN
+
+
+def request_s(seen: Observation) -> float:
+    """Mean time of a request from P's queue to its last token: the sum of what is known."""
+    parts = (
+        seen.prefill_queue_s,
+        seen.prefill_pin_wait_s,
+        seen.prefill_s,
+        seen.room_wait_s,
+        seen.transfer_s,
+        seen.decode_queue_s,
+        seen.preempted_s,
+    )
+    return seen.decode_s + sum(map(known, parts))
+
+
+def decode_saturation(seen: Observation) -> str:
+    """What of D is used up: kv, seats or nothing; unknown without its gauges."""
+    if seen.decode_running >= FULL * seen.decode_max_num_seqs:
+        return "seats"
+    if seen.decode_kv_usage >= FULL or _is_blocked_with_blocks_left(seen):
+        return "kv"
+    return "unknown" if math.isnan(seen.decode_kv_usage) else "nothing"
+
+
+def _is_blocked_with_blocks_left(seen: Observation) -> bool:
+    """Whether requests wait since the free blocks are too few for one prompt more."""
+    free_tokens = (1 - seen.decode_kv_usage) * seen.decode_pool_tokens
+    return free_tokens < 1.5 * seen.prompt_tokens and seen.decode_waiting >= 1
+
+
+def elasticity(seen: Observation) -> float:
+    """dt/dB * B/t at the batch seen, or the usual one."""
+    return min(1.0, max(0.0, known(seen.decode_elasticity, USUAL_ELASTICITY)))
+
+
+def prefill_capacity_per_s(seen: Observation) -> float:
+    """Requests/s of one P: as fast as it was while it computed."""
+    computed = seen.prompt_tokens - known(seen.cached_tokens)
+    if seen.prefill_tokens_per_s > 0 and computed > 0:
+        return seen.prefill_tokens_per_s / computed
+    return over(seen.requests_per_s, seen.num_prefill * seen.prefill_busy)
+
+
+def prefill_tokens_per_s(seen: Observation) -> float:
+    """Tokens/s that one P computes while it computes."""
+    computed = seen.prompt_tokens - known(seen.cached_tokens)
+    return known(seen.prefill_tokens_per_s, prefill_capacity_per_s(seen) * computed)
+
+
+def decode_room(seen: Observation) -> float:
+    """By what factor the batch of D could grow before its KV or its seats are used up."""
+    limits = []
+    if seen.decode_kv_usage > 0:
+        limits.append(FILLED / seen.decode_kv_usage)
+    if seen.decode_max_num_seqs > 0 and seen.decode_running > 0:
+        limits.append(seen.decode_max_num_seqs / seen.decode_running)
+    return max(1.0, min(limits)) if limits else UNKNOWN
+
+
+def decode_capacity_per_s(seen: Observation) -> float:
+    """Requests/s of one D with the batch that its KV, seats and bound on TPOT allow.
+
+    A step over B rows is taken to last as B^elasticity, so B^(1 - elasticity) is what a larger
+    batch brings.
+    """
+    now = over(seen.decode_running, seen.output_tokens * seen.tpot_s)
+    power, growth = elasticity(seen), decode_room(seen)
+    if seen.tpot_slo_s > 0 and seen.tpot_s > 0 and power > 0:
+        allowed = math.log(seen.tpot_slo_s / seen.tpot_s) / power
+        growth = min(growth, math.exp(min(allowed, MOST_GROWTH)))
+    return float(now * growth ** (1 - power))
+
+
+def link_load(seen: Observation, *, low: bool = False) -> float:
+    """Utilisation of the links; with `low` as it is while their rate is at its low."""
+    rate = known(seen.link_low_bytes_per_s, seen.link_bytes_per_s) if low else seen.link_bytes_per_s
+    return over(seen.transfer_bytes_per_s, rate * known(seen.num_links, 1))
+
+
+def request_bytes(seen: Observation) -> float:
+    """KV of one request that moves."""
+    return known(seen.transfer_bytes, seen.prompt_tokens * seen.kv_token_bytes)

@@ -1,0 +1,1 @@
+"""Which layout to run, and why a running one is slow."""
