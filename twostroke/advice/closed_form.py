@@ -46,6 +46,18 @@ def nearest_ratio(prefill_per_decode: float, most_engines: int) -> tuple[int, in
     return best
 
 
+def best_split(
+    engines: int, prefill_per_s: float, decode_per_s: float, link_per_s: float = INFINITE
+) -> tuple[int, int]:
+    """(P, D) of so many engines that carries most; each has a link that moves `link_per_s`."""
+
+    def carried(split: tuple[int, int]) -> float:
+        prefill, decode = split
+        return min(prefill * prefill_per_s, decode * decode_per_s, min(split) * link_per_s)
+
+    return max(((p, engines - p) for p in range(1, engines)), key=carried, default=(1, 1))
+
+
 # ---------------------------------------------------------------- 2. queues before P
 
 

@@ -87,7 +87,7 @@ def decode_capacity_per_s(seen: Observation) -> float:
     now = over(seen.decode_running, seen.output_tokens * seen.tpot_s)
     power, growth = elasticity(seen), decode_room(seen)
     if seen.tpot_slo_s > 0 and seen.tpot_s > 0 and power > 0:
-        allowed = math.log(seen.tpot_slo_s / seen.tpot_s) / power
+        allowed = (math.log(seen.tpot_slo_s) - math.log(seen.tpot_s)) / power
         growth = min(growth, math.exp(min(allowed, MOST_GROWTH)))
     return float(now * growth ** (1 - power))
 

@@ -140,7 +140,7 @@ def layout(seen: Observation) -> Verdict:
     def carried(split: tuple[int, int]) -> float:
         return min(split[0] * prefill, split[1] * decode, min(split) * each_link)
 
-    best = max(_splits(sum(counts)), key=lambda it: (carried(it), -abs(it[0] - counts[0])))
+    best = forms.best_split(sum(counts), prefill, decode, each_link)
     now, then = carried(counts), carried(best)
     linked = min(counts) * each_link <= now
     shown, better = f"{counts[0]}P:{counts[1]}D", f"{best[0]}P:{best[1]}D"
@@ -374,7 +374,7 @@ def ratio(seen: Observation) -> Verdict:
     def carried(split: tuple[int, int]) -> float:
         return min(split[0] * prefill, split[1] * decode)
 
-    best = max(_splits(sum(counts)), key=carried)
+    best = forms.best_split(sum(counts), prefill, decode)
     wanted = forms.prefill_per_decode(prefill, decode)
     ideal = forms.nearest_ratio(wanted, MOST_ENGINES)
     skew = over(counts[0] * prefill, counts[1] * decode)
@@ -409,10 +409,6 @@ def ratio(seen: Observation) -> Verdict:
 
 def _has_counts(seen: Observation) -> bool:
     return 1 <= seen.num_prefill <= MAX_COUNT and 1 <= seen.num_decode <= MAX_COUNT
-
-
-def _splits(total: int) -> list[tuple[int, int]]:
-    return [(prefill, total - prefill) for prefill in range(1, total)] or [(1, 1)]
 
 
 def _capacity_needs(seen: Observation) -> tuple[str, ...]:

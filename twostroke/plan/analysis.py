@@ -288,7 +288,7 @@ def _aggregated(pool: Pool, demand: Demand, tpot_slo_s: float) -> Analysis:
 
 
 def _prompt_in_steps_s(pool: Pool, demand: Demand, rows: float, context: float) -> float:
-    """How much longer steps of `rows` decodes get, in all, by one prompt that is computed in them."""
+    """How much longer steps of `rows` decodes get, in all, by a prompt computed in them."""
     work = demand.prefill_work(1.0)
     budget = max(1.0, pool.max_num_batched_tokens - rows)
     chunks = max(1, math.ceil(work.num_tokens / budget - 1e-9))
