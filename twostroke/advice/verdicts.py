@@ -100,7 +100,8 @@ def message_size(seen: Observation) -> Verdict:
         # From transfers alone: sharing the link slows them too, so that part is taken out.
         alone = 1 - min(known(figures.link_load(seen)), 0.95)
         achieved = over(seen.transfer_bytes, seen.transfer_s * alone)
-        share, confidence = min(1.0, over(achieved, seen.link_bytes_per_s)), "low"
+        # In this order a figure that is not known stays so.
+        share, confidence = min(over(achieved, seen.link_bytes_per_s), 1.0), "low"
     if math.isnan(share):
         return unknown("message_size", missing, "give the link's rate with --link")
     case = Case(
