@@ -226,7 +226,7 @@ class Advisor:
             prefill_pin_limit=self._pin_limit,
             prefill_tokens_per_s=over(grown["prefill tokens"], grown["prefill busy_s"]),
             room_wait_s=spent("held"),
-            transfer_s=known(spent("transfer"), over(grown["transfer_s"], transfers)),
+            transfer_s=known(over(grown["transfer_s"], transfers), spent("transfer")),
             transfer_bytes=over(grown["transfer bytes"], transfers),
             transfer_bytes_per_s=over(grown["transfer bytes"], window_s),
             decode_queue_s=spent("decode_queue"),

@@ -1,0 +1,133 @@
+import math
+
+import numpy as np
+import pytest
+
+from twostroke.advice import closed_form as forms
+
+
+def test_engines_balance_where_both_sides_carry_the_same() -> None:
+    # An H100 at TP8: 19.2 prompts of 8k a second on P, 10.1 answers of 1k on D.
+    wanted = forms.prefill_per_decode(19.2, 10.1)
+    assert wanted == pytest.approx(0.526, abs=1e-3)
+    assert forms.nearest_ratio(wanted, 11) == (1, 2)
+    assert forms.nearest_ratio(0.575, 11) == (4, 7)
+    assert forms.nearest_ratio(math.inf, 16) == (15, 1)
+
+
+def test_the_best_split_of_a_fixed_number_of_engines() -> None:
+    assert forms.best_split(11, 19.2, 10.1) == (4, 7)
+    assert forms.best_split(8, 1.0, 1.0, link_per_s=0.1) == (4, 4)
+    assert forms.best_split(1, 1.0, 1.0) == (1, 1)
+
+
+def test_erlang_c_is_the_load_with_one_server_and_falls_with_more() -> None:
+    assert forms.erlang_c(1, 0.7) == pytest.approx(0.7)
+    # Tables: 5 servers, 4 erlang: 0.5541.
+    assert forms.erlang_c(5, 4.0) == pytest.approx(0.5541, abs=1e-4)
+    assert forms.erlang_c(3, 3.0) == 1.0
+    assert 0 < forms.erlang_c(2000, 1900.0) < 0.1
+
+
+def test_waiting_before_one_server_is_pollaczek_khinchine() -> None:
+    # M/D/1 at half load waits half a service, M/M/1 a whole one.
+    assert forms.wait_mgc_s(0.5, 1.0) == pytest.approx(0.5)
+    assert forms.wait_mgc_s(0.5, 1.0, service_scv=1.0) == pytest.approx(1.0)
+    assert forms.wait_mgc_s(2.0, 1.0, 2) == math.inf
+
+
+@pytest.mark.parametrize("rate", [2.0, 8.0, 15.0])
+def test_batches_that_grow_with_the_queue_match_a_simulation(rate: float) -> None:
+    each, fixed = 0.05, 0.02
+    arrivals = np.cumsum(np.random.Generator(np.random.PCG64(1)).exponential(1 / rate, 100_000))
+    total, now, i = 0.0, 0.0, 0
+    while i < len(arrivals):
+        now = max(now, arrivals[i])
+        j = int(np.searchsorted(arrivals, now, side="right"))
+        now += fixed + (j - i) * each
+        total += (now - arrivals[i:j]).sum()
+        i = j
+    assert forms.batch_latency_s(rate, each, fixed) == pytest.approx(
+        total / len(arrivals), rel=0.05
+    )
+
+
+def test_a_server_asked_for_too_much_never_ends_its_queue() -> None:
+    assert forms.batch_latency_s(20.0, 0.05, 0.0) == math.inf
+    assert forms.shared_transfer_s(0.0, 1e9, 1e9, 1.0) == math.inf
+    assert forms.rate_for_ttft_per_s(10.0, 1.0, 2.0) == 0.0
+    assert forms.rate_for_ttft_per_s(10.0, 1.2, 0.2) == 9.0
+
+
+def test_the_decode_batch_follows_from_the_rate() -> None:
+    def step_s(rows: float) -> float:
+        return 0.01 + 0.0001 * rows
+
+    batch = forms.decode_batch(5.0, 1000.0, step_s, 1024)
+    assert batch == pytest.approx(5000 * 0.01 / (1 - 5000 * 0.0001), rel=1e-4)
+    assert forms.decode_per_s(batch, 1000.0, step_s(batch)) == pytest.approx(5.0, rel=1e-4)
+    assert forms.decode_batch(20.0, 1000.0, step_s, 1024) == math.inf
+
+
+def test_the_largest_batch_within_a_bound() -> None:
+    assert forms.largest_batch(lambda rows: rows * 1e-3, 0.05, 1024) == 50
+    assert forms.largest_batch(lambda rows: 1.0, 0.05, 1024) == 0
+    assert forms.largest_batch(lambda rows: 0.0, 0.05, 1024) == 1024
+
+
+def test_elasticity_is_one_where_rows_cost_all_and_zero_where_they_are_free() -> None:
+    assert forms.batch_elasticity(lambda rows: 3 * rows, 64) == pytest.approx(1.0)
+    assert forms.batch_elasticity(lambda rows: 3.0, 64) == pytest.approx(0.0)
+
+
+def test_residency_bounds_what_a_pool_lets_through() -> None:
+    steps = forms.residency_token_steps(8192, 1024)
+    assert steps == 1024 * 8192 + 1024 * 1025 / 2
+    # 54 GiB at 24 KiB a token hold 2.36 M tokens; steps of 28 ms.
+    tokens = 54 * 2**30 // 24576
+    assert forms.residency_per_s(tokens, 0.0281, steps) == pytest.approx(9.4, abs=0.1)
+
+
+def test_the_articles_concurrency() -> None:
+    tokens = 54 * 2**30 // 24576
+    assert forms.concurrency(tokens, 8192) == 288
+    assert forms.concurrency(tokens, 8192 + 1024) == 256
+
+
+def test_staging_and_pins() -> None:
+    assert forms.staging_slots(100_000, 1000, 64) == 36
+    assert forms.staging_bytes_per_s(36, 1e9, 0.5) == 72e9
+    assert forms.staging_bytes_per_s(-3, 1e9, 0.5) == 0.0
+    assert forms.held_tokens(10.0, 8192, 0.5) == 40_960
+
+
+def test_the_articles_traffic_exceeds_one_network_card() -> None:
+    # 8k prompts, 96 KiB a token, 65 a second; twice that as TP8 stores 4 heads.
+    assert forms.link_utilisation(65, 8192 * 98_304, 50e9) == pytest.approx(1.047, abs=1e-3)
+    assert forms.link_utilisation(65, 2 * 8192 * 98_304, 400e9) == pytest.approx(0.262, abs=1e-3)
+
+
+def test_backlog_piles_up_while_the_link_is_slow() -> None:
+    assert forms.largest_backlog_bytes([(10, 5.0), (2, 0.0), (10, 5.0)], 3.0) == 6.0
+    assert forms.largest_backlog_bytes([(1, 5.0)], 3.0) == 0.0
+
+
+def test_messages_of_four_times_cost_and_rate_reach_80_per_cent() -> None:
+    size = forms.message_bytes_for(0.8, 1e-6, 25e9)
+    assert size == pytest.approx(100e3)
+    assert forms.message_efficiency(size, 1e-6, 25e9) == pytest.approx(0.8)
+    assert forms.message_efficiency(0, 0, 25e9) == 0.0
+
+
+def test_where_a_prefix_is_worth_moving() -> None:
+    # 7k tokens of the article's model save 46.6 ms on an H100 at TP8: about 15 GB/s.
+    assert forms.worth_moving_bytes_per_s(7168 * 98_304, 0.0466) == pytest.approx(15.1e9, rel=0.01)
+    assert forms.worth_moving_bytes_per_s(1, 0.0) == math.inf
+
+
+def test_short_turns_stay_on_decode_and_long_ones_do_not() -> None:
+    # 128 rows at 16 ms with a bound of 50 ms; 30 ms through P.
+    slack = 50 / 16
+    assert forms.append_on_decode(0.0003, 128, slack, 0.030)
+    assert not forms.append_on_decode(0.0041, 128, slack, 0.030)
+    assert not forms.append_on_decode(0.0003, 128, 0.0, 0.030)
