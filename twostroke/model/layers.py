@@ -4,8 +4,8 @@ Plain functions and small classes on tensors; no modules and no autograd. Shapes
 step (all requests together), H query heads, K KV heads, D head size, R rows.
 
 A head's values are kept in pairs: where Hugging Face rotates value i with value i + D/2, the rows
-of q and k are reordered at load so that the two are neighbours. A rotation is then one complex
-product. Attention scores are sums over a head, so the order does not change them.
+of q and k are reordered at load so that the two are neighbours, which one load brings. Attention
+scores are sums over a head, so the order does not change them.
 """
 
 import functools
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from twostroke.model.elementwise import Elementwise
 from twostroke.model.few_rows import MAX_ROWS, few_rows
 from twostroke.shape import ModelShape, RopeScaling
 
@@ -89,11 +90,6 @@ def _can_pack(dtype: torch.dtype) -> bool:
         return torch.equal(y, F.linear(x, weight))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., N] over its root mean square, times weight [N]; both of one type."""
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
 class Rotary:
     """Rotary position embedding with its scaling, for heads kept in pairs."""
 
@@ -102,20 +98,13 @@ class Rotary:
         self._inverse = inverse.to(device)
 
     def rotations(self, positions: Tensor) -> Tensor:
-        """The step's rotations for positions [T]: complex64 [T, 1, D / 2].
+        """Cosines and sines for positions [T]: float32 [T, 2, D / 2].
 
         Computed once a step and used by every layer: a table of them would have to be sized for
         the longest context, and saves nothing that can be measured.
         """
-        angles = positions.to(torch.float32)[:, None, None] * self._inverse
-        return torch.polar(torch.full_like(angles, self._magnitude), angles)
-
-
-def rotate(x: Tensor, rotations: Tensor) -> Tensor:
-    """Rotate the pairs of x [T, heads, D]; computed in float32, returned in x's type."""
-    pairs = torch.view_as_complex(x.float().view(*x.shape[:-1], -1, 2))
-    # Not in place: for float32 `pairs` is a view of the projection itself.
-    return torch.view_as_real(pairs * rotations).flatten(-2).to(x.dtype)
+        angles = positions.to(torch.float32)[:, None] * self._inverse
+        return torch.stack((angles.cos(), angles.sin()), 1).mul_(self._magnitude)
 
 
 def in_pairs(rows: Tensor, head_dim: int) -> Tensor:
@@ -187,13 +176,12 @@ def _yarn(inverse: Tensor, scaling: RopeScaling, shape: ModelShape) -> tuple[Ten
 class Mlp:
     """SiLU-gated MLP; gate and up are one matrix [2 * width, hidden]."""
 
-    __slots__ = ("_down", "_gate_up", "weight_bytes")
+    __slots__ = ("down", "gate_up", "weight_bytes")
 
     def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self._gate_up = gate_up
-        self._down = down
+        self.gate_up = gate_up
+        self.down = down
         self.weight_bytes = gate_up.weight_bytes + down.weight_bytes
 
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up(x).chunk(2, -1)
-        return self._down(F.silu(gate).mul_(up))
+    def __call__(self, x: Tensor, ops: Elementwise) -> Tensor:
+        return self.down(ops.silu_multiply(self.gate_up(x)))

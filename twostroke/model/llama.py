@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twostroke.model.layers import Attention, Linear, Mlp, Rotary, rms_norm, rotate
+from twostroke.model.elementwise import make_elementwise
+from twostroke.model.layers import Attention, Linear, Mlp, Rotary
 from twostroke.model.moe import SparseMlp
 from twostroke.model.parallel import ALONE, Group, Shard
 from twostroke.shape import ModelShape
@@ -56,10 +57,11 @@ class DecoderModel:
         self.shard = Shard(shape, group.rank, group.size)
         self._group = group
         self._embedding = embedding
-        self._layers = layers
-        self._final_norm = final_norm
+        self.layers = layers
+        self.final_norm = final_norm
         self._lm_head = lm_head
-        self._rotary = Rotary(shape, embedding.device)
+        self.rotary = Rotary(shape, embedding.device)
+        self._elementwise = make_elementwise(embedding.device, embedding.dtype)
         linears = sum(
             layer.qkv.weight_bytes + layer.output.weight_bytes + layer.mlp.weight_bytes
             for layer in layers
@@ -74,20 +76,17 @@ class DecoderModel:
         num_heads, num_kv_heads = self.shard.num_heads, self.shard.num_kv_heads
         rotated = num_heads + num_kv_heads
         heads = (-1, rotated + num_kv_heads, head_dim)
-        all_reduce = self._group.all_reduce
-        rotations = self._rotary.rotations(positions)
-        dtype = self._embedding.dtype
-        h = self._embed(token_ids).float()
-        for i, layer in enumerate(self._layers):
-            qkv = layer.qkv(rms_norm(h, layer.input_norm, eps).to(dtype)).view(heads)
-            qk, v = qkv[:, :rotated], qkv[:, rotated:]
-            if layer.qk_norm is not None:
-                qk = F.rms_norm(qk, (head_dim,), None, eps) * layer.qk_norm
-            qk = rotate(qk, rotations)
-            attended = attention(i, qk[:, :num_heads], qk[:, num_heads:], v)
-            h += all_reduce(layer.output(attended))
-            h += all_reduce(layer.mlp(rms_norm(h, layer.mlp_norm, eps).to(dtype)))
-        return rms_norm(h, self._final_norm, eps).to(dtype)
+        all_reduce, ops = self._group.all_reduce, self._elementwise
+        rotations = self.rotary.rotations(positions)
+        h = self.embed(token_ids).float()
+        added: Tensor | None = None  # what the last layer adds to h
+        for i, layer in enumerate(self.layers):
+            qkv = layer.qkv(ops.add_norm(h, added, layer.input_norm, eps)).view(heads)
+            ops.rotate(qkv, rotations, rotated, layer.qk_norm, eps)
+            attended = attention(i, qkv[:, :num_heads], qkv[:, num_heads:rotated], qkv[:, rotated:])
+            added = all_reduce(layer.output(attended))
+            added = all_reduce(layer.mlp(ops.add_norm(h, added, layer.mlp_norm, eps), ops))
+        return ops.add_norm(h, added, self.final_norm, eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -100,7 +99,8 @@ class DecoderModel:
             return hidden.new_empty((0, vocab_size), dtype=torch.float32)
         return torch.cat(parts, -1)[:, :vocab_size].contiguous()
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, hidden], in the model's type."""
         if self.shard.size == 1:
             return F.embedding(token_ids, self._embedding)
         rows = token_ids - self.shard.rank * len(self._embedding)

@@ -7,6 +7,7 @@ rank of a tensor-parallel group has some of the experts, and its output is the s
 import torch
 from torch import Tensor
 
+from twostroke.model.elementwise import Elementwise
 from twostroke.model.layers import Linear, Mlp
 
 
@@ -28,7 +29,7 @@ class SparseMlp:
         self._normalise = normalise  # chosen probabilities sum to 1 (norm_topk_prob)
         self.weight_bytes = router.weight_bytes + sum(expert.weight_bytes for expert in experts)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, ops: Elementwise) -> Tensor:
         probabilities = torch.softmax(self._router(x), -1, dtype=torch.float32)
         weights, chosen = torch.topk(probabilities, self._top_k, -1)  # both [T, k]
         if self._normalise:
@@ -45,7 +46,7 @@ class SparseMlp:
         start = 0
         for expert, count in zip(self._experts, counts, strict=True):
             if count:
-                outputs[start : start + count] = expert(rows[start : start + count])
+                outputs[start : start + count] = expert(rows[start : start + count], ops)
                 start += count
         slots = x.new_zeros(len(order), x.shape[-1]).index_copy_(0, ours, outputs)
         slots = slots.view(-1, self._top_k, x.shape[-1])

@@ -22,21 +22,25 @@ row's result. Threads take items by ticket, as they get done.
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from twostroke.config import cache_dir
 from twostroke.messages import Int32s
+from twostroke.model import compiled as compiled_file
+from twostroke.model.compiled import (
+    address_of,
+    call,
+    floats,
+    inner,
+    pointer,
+    take_ticket,
+    use_kernel_cache,
+)
 from twostroke.worker import attention_emit, attention_simd
 from twostroke.worker.attention_emit import MAX_ROWS
 from twostroke.worker.attention_simd import (
@@ -96,36 +100,10 @@ def scratch_floats(width: int, num_rows: int) -> int:
     return TABLE_FLOATS + num_rows * (2 * width + KEY_TILE + STATE) + width * KEY_TILE
 
 
-_KEPT: list[Any] = []  # compiled functions whose address is in use
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def use_kernel_cache() -> bool:
-    """Send numba's compiled code to the user's cache directory; False when it cannot be written.
-
-    numba tells stale code by the time stamp of the file that defines a kernel; the vector code is
-    in other files, so the directory is named after the text of all.
-    """
-    files = (__file__, attention_emit.__file__, attention_simd.__file__)
-    digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
-    directory = cache_dir() / "kernels" / digest[:16]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    if not os.access(directory, os.W_OK):
-        return False
-    numba.config.CACHE_DIR = str(directory)
-    return True
-
-
-_CACHE = use_kernel_cache()
-if not _CACHE:
-    logging.getLogger(__name__).warning(
-        "compiled kernels cannot be kept: %s is not writable; each start compiles them again; "
-        "set TWOSTROKE_CACHE to a directory that is",
-        cache_dir(),
-    )
+_CACHE = use_kernel_cache(
+    __file__, attention_emit.__file__, attention_simd.__file__, compiled_file.__file__
+)
 
 
 def _kernel(function: _Function) -> _Function:
@@ -134,14 +112,8 @@ def _kernel(function: _Function) -> _Function:
     return compiled
 
 
-def _inner(function: _Function) -> _Function:
-    """Called from kernels; part of their code, so not kept on its own."""
-    compiled: _Function = numba.njit(nogil=True, error_model="numpy")(function)
-    return compiled
-
-
 def _called_once(function: _Function) -> _Function:
-    """As `_inner`, for large functions with one caller: numba optimises each function again in all
+    """As `inner`, for large functions with one caller: numba optimises each function again in all
     that call it, unless it is inlined first (5.4 s instead of 7.8 s for all)."""
     compiled: _Function = numba.njit(inline="always")(function)
     return compiled
@@ -216,14 +188,6 @@ _ARGUMENTS = numba.from_dtype(np.dtype(Arguments))
 
 
 @_intrinsic
-def _pointer(_context: Any, address: types.Type) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], context.get_value_type(signature.return_type))
-
-    return types.voidptr(types.int64), generate
-
-
-@_intrinsic
 def _as_arguments(_context: Any, like: types.Type) -> Any:
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.bitcast(values[0], context.get_value_type(signature.return_type))
@@ -231,46 +195,18 @@ def _as_arguments(_context: Any, like: types.Type) -> Any:
     return types.CPointer(_ARGUMENTS)(like), generate
 
 
-@_intrinsic
-def _take_ticket(_context: Any, counter: types.Type) -> Any:
-    """Add 1 to the int64 at this address, atomically; returns its former value."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        pointer = builder.inttoptr(values[0], values[0].type.as_pointer())
-        return builder.atomic_rmw("add", pointer, ir.Constant(values[0].type, 1), "monotonic")
-
-    return types.int64(types.int64), generate
-
-
-@_intrinsic
-def _call(_context: Any, function: types.Type) -> Any:
-    """Call a C function without arguments or result."""
-
-    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [])
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), [])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
-@_inner
+@inner
 def _int32s(address: int, rows: int, columns: int) -> Any:
-    return numba.carray(_pointer(address), (rows, columns), np.int32)
+    return numba.carray(pointer(address), (rows, columns), np.int32)
 
 
-@_inner
-def _floats(address: int, count: int) -> Any:
-    return numba.carray(_pointer(address), (count,), np.float32)
-
-
-@_inner
+@inner
 def _key_address(a: Any, block: int, head: int, slot: int) -> int:
     start: int = a.pool + block * a.block_bytes + a.layer * a.layer_bytes
     return start + head * int(a.head_bytes) + slot * int(a.row_bytes)
 
 
-@_inner
+@inner
 def _write_token(like: Any, a: Any, token: int) -> None:
     """Copy a token's keys and values into the pool."""
     block = _int32s(a.token_blocks, 1, a.num_tokens)[0, token]
@@ -283,10 +219,10 @@ def _write_token(like: Any, a: Any, token: int) -> None:
         copy_row(like, value, a.num_units, target + a.side_bytes)
 
 
-@_inner
+@inner
 def _list_keys(a: Any, head: int, row: int, first: int, end: int, table: int) -> None:
     """Addresses of the key rows at positions first .. end-1, then the last one repeated."""
-    rows = numba.carray(_pointer(table), (KEY_TILE,), np.int64)
+    rows = numba.carray(pointer(table), (KEY_TILE,), np.int64)
     blocks = _int32s(a.block_tables + row * a.table_blocks * 4, 1, a.table_blocks)
     key, count = 0, min(KEY_TILE, end - first)
     while key < count:
@@ -368,10 +304,10 @@ def _run_item(like: Any, a: Any, item: Int32s, after: Int32s, scratch: int) -> N
         token, query_head = first_token + i // group, head * group + i % group
         source = a.q + token * a.q_token_bytes + query_head * a.q_head_bytes
         load_query(like, source, a.scale, a.num_units, a.padded, queries + i * width * 4)
-    zeros = _floats(outputs, num_rows * width)
+    zeros = floats(outputs, num_rows * width)
     for i in range(num_rows * width):
         zeros[i] = 0.0
-    state = _floats(states, num_rows * STATE)
+    state = floats(states, num_rows * STATE)
     for i in range(num_rows * STATE):
         state[i] = LOWEST if i % STATE == 0 else 0.0
 
@@ -392,28 +328,28 @@ def _run_item(like: Any, a: Any, item: Int32s, after: Int32s, scratch: int) -> N
             token, query_head = first_token + i // group, head * group + i % group
             _store(like, a, token, query_head, output, states + i * STATE * 4)
         else:
-            target, source = _partial(a, partial + i), _floats(output, width)
+            target, source = _partial(a, partial + i), floats(output, width)
             for j in range(width):
                 target[j] = source[j]
-            source = _floats(states + i * STATE * 4, STATE)
+            source = floats(states + i * STATE * 4, STATE)
             for j in range(STATE):
                 target[width + j] = source[j]
 
 
-@_inner
+@inner
 def _store(like: Any, a: Any, token: int, head: int, output: int, state: int) -> None:
     target = a.out + token * a.out_token_bytes + head * a.out_head_bytes
     store_output(like, output, state, a.num_units, a.padded, target)
 
 
-@_inner
+@inner
 def _partial(a: Any, row: int) -> Any:
     """A partial row: outputs, then state."""
     size = a.width + STATE
-    return _floats(a.partials + row * size * 4, size)
+    return floats(a.partials + row * size * 4, size)
 
 
-@_inner
+@inner
 def _merge(like: Any, a: Any, merge: Int32s, scratch: int) -> None:
     """Combine the parts of a query tile whose keys were split."""
     row, head, query, num_queries = merge[0], merge[1], merge[2], merge[3]
@@ -421,7 +357,7 @@ def _merge(like: Any, a: Any, merge: Int32s, scratch: int) -> None:
     group, width = a.group, a.width
     num_rows = num_queries * group
     first_token = query + _int32s(a.query_start + row * 4, 1, 1)[0, 0]
-    total = _floats(scratch, width + STATE)
+    total = floats(scratch, width + STATE)
     for i in range(num_rows):
         top = np.float32(LOWEST)
         for part in range(num_parts):
@@ -446,32 +382,32 @@ def _attend(like: Any) -> None:
     """
     a = numba.carray(_as_arguments(like), 1)[0]
     writes, work, merges = a.tickets + 64, a.tickets + 128, a.tickets + 192
-    scratch = a.scratch + _take_ticket(a.tickets) * a.scratch_bytes
+    scratch = a.scratch + take_ticket(a.tickets) * a.scratch_bytes
 
-    first = _take_ticket(writes) * WRITE_TOKENS
+    first = take_ticket(writes) * WRITE_TOKENS
     while first < a.num_tokens:
         for token in range(first, min(first + WRITE_TOKENS, a.num_tokens)):
             _write_token(like, a, token)
-        first = _take_ticket(writes) * WRITE_TOKENS
+        first = take_ticket(writes) * WRITE_TOKENS
     if a.barrier:
-        _call(a.barrier)
+        call(a.barrier)
 
     items = _int32s(a.items, a.num_items, ITEM_COLUMNS)
-    i = _take_ticket(work)
+    i = take_ticket(work)
     while i < a.num_items:
-        after = _take_ticket(work)
+        after = take_ticket(work)
         _run_item(like, a, items[i], items[min(after, a.num_items - 1)], scratch)
         i = after
     if a.num_merges == 0:
         return
     if a.barrier:
-        _call(a.barrier)
+        call(a.barrier)
 
     parts = _int32s(a.merges, a.num_merges, MERGE_COLUMNS)
-    i = _take_ticket(merges)
+    i = take_ticket(merges)
     while i < a.num_merges:
         _merge(like, a, parts[i], scratch)
-        i = _take_ticket(merges)
+        i = take_ticket(merges)
 
 
 @functools.cache
@@ -483,7 +419,4 @@ def compile_attend(element: types.Type) -> int:
         _attend(like)
 
     signature = types.void(types.CPointer(element))
-    # The object must outlive every call: functools.cache keeps it with its address.
-    compiled = numba.cfunc(signature, nopython=True, cache=_CACHE)(attend)
-    _KEPT.append(compiled)
-    return int(compiled.address)
+    return address_of(attend, signature, cache=_CACHE)
