@@ -51,7 +51,7 @@ def exp(x: float) -> Any:
 
 
 @inner
-def _scale_of(sums: Any, count: int, eps: float) -> float:
+def _scale_of(sums: Any, count: int, eps: float) -> Any:
     """1 / sqrt(mean of squares + eps); `sums` are partial."""
     total = np.float32(0.0)
     for i in range(_LANES):

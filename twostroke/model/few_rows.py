@@ -20,9 +20,11 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.arrays import Int64s
 from twostroke.model.openmp import load_openmp
 
 MAX_ROWS = 64  # above, oneDNN is as fast
@@ -37,6 +39,10 @@ _ARGUMENTS = (
     *("weight", "bias", "x", "x_row_bytes", "y", "y_row_bytes", "wide"),
     *("rows", "pairs", "chunk", "blocks", "ticket"),
 )
+
+
+NUM_ARGUMENTS = len(_ARGUMENTS)
+ROWS, TICKET = _ARGUMENTS.index("rows"), _ARGUMENTS.index("ticket")
 
 
 class _Arguments(ctypes.Structure):
@@ -63,6 +69,16 @@ class FewRows:
             chunk=chunk // 2,
             blocks=self.out // _OUTPUTS,
         )
+
+    def call(self, x: int, y: int, row: Int64s) -> tuple[int, int]:
+        """Function and argument for a `Program`, with x and y at these addresses, contiguous.
+
+        `row` becomes the argument; before a run its ROWS must be set and its TICKET zeroed.
+        """
+        a = self._arguments
+        a.x, a.x_row_bytes, a.y, a.y_row_bytes, a.wide = x, a.pairs * 4, y, self.out * 2, 0
+        row[:] = np.frombuffer(memoryview(a), np.int64)
+        return self._kernel.address, row.ctypes.data
 
     def __call__(self, x: Tensor) -> Tensor:
         """The last dimension of x must be contiguous."""

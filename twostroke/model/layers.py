@@ -39,29 +39,29 @@ class Linear:
     no slower for many. Few rows of bfloat16 take a kernel of our own, twice as fast again.
     """
 
-    __slots__ = ("_bias", "_few_rows", "_packed", "_weight", "weight_bytes")
+    __slots__ = ("_bias", "_packed", "_weight", "few_rows", "weight_bytes")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._bias = bias
         self._packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
         self._weight = _pack(weight) if self._packed else weight
-        self._few_rows = few_rows(self._weight, bias) if self._packed else None
+        self.few_rows = few_rows(self._weight, bias) if self._packed else None
         self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._few_rows is not None and x.shape[0] <= MAX_ROWS and x.stride(-1) == 1:
-            return self._few_rows(x)
+        if self.few_rows is not None and x.shape[0] <= MAX_ROWS and x.stride(-1) == 1:
+            return self.few_rows(x)
         if self._packed:
             return _packed_linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
 
     def in_float32(self, x: Tensor) -> Tensor:
         """The product with its sums kept in float32 where the kernel can, else widened."""
-        if self._few_rows is None:
+        if self.few_rows is None:
             return self(x).float()
-        y = torch.empty((x.shape[0], self._few_rows.out), dtype=torch.float32)
+        y = torch.empty((x.shape[0], self.few_rows.out), dtype=torch.float32)
         for rows, part in zip(torch.split(x, MAX_ROWS), torch.split(y, MAX_ROWS), strict=True):
-            self._few_rows.into(part, rows)
+            self.few_rows.into(part, rows)
         return y
 
 

@@ -34,6 +34,32 @@ _ELEMENTS = {
 _CACHE_LINE = 64
 
 
+class LayerCalls:
+    """One attention call for each layer, as a `Program` makes them."""
+
+    def __init__(self, address: int, arguments: Arguments, num_layers: int) -> None:
+        self._source = arguments
+        names = [field[0] for field in arguments._fields_]
+        self._arguments = np.empty((num_layers, len(names)), np.int64)
+        self._tickets = np.zeros((num_layers, TICKETS * _CACHE_LINE // 8), np.int64)
+        self._layer, self._ticket = names.index("layer"), names.index("tickets")
+        self._step = slice(names.index("query_start"), names.index("partials") + 1)
+        self._arguments[:] = np.frombuffer(memoryview(arguments), np.int64)
+        self._arguments[:, self._layer] = np.arange(num_layers)
+        self._arguments[:, self._ticket] = (
+            self._tickets.ctypes.data + np.arange(num_layers) * self._tickets.strides[0]
+        )
+        start, stride = self._arguments.ctypes.data, self._arguments.strides[0]
+        self.calls = [(address, start + layer * stride) for layer in range(num_layers)]
+
+    def begin(self) -> None:
+        """Take over what `plan` has prepared."""
+        self._arguments[:, self._step] = np.frombuffer(memoryview(self._source), np.int64)[
+            self._step
+        ]
+        self._tickets.fill(0)
+
+
 class NumbaAttention(PagedAttention):
     """Reads the pool's blocks in place, on `num_threads` threads (0: as many as torch uses).
 
@@ -47,6 +73,7 @@ class NumbaAttention(PagedAttention):
         openmp = load_openmp()
         self._num_threads = (num_threads or torch.get_num_threads()) if openmp else 1
         address = compile_attend(_ELEMENTS[pool.dtype])
+        self._address = address
         self._run = _runner(address, self._num_threads, openmp)
 
         itemsize = pool.element_size()
@@ -118,6 +145,16 @@ class NumbaAttention(PagedAttention):
         self._tickets.fill(0)
         self._run(self._here)
         return out
+
+    def program(self, qkv: Tensor, out: Tensor) -> LayerCalls:
+        """All layers' calls for a `Program`; qkv [T, all heads, D] and out [T, H * D] stay."""
+        a, size = self._arguments, qkv.element_size()
+        token, head = qkv.stride(0) * size, qkv.stride(1) * size
+        a.q, a.q_token_bytes, a.q_head_bytes = qkv.data_ptr(), token, head
+        a.k, a.k_token_bytes, a.k_head_bytes = a.q + self.num_heads * head, token, head
+        a.v, a.v_token_bytes, a.v_head_bytes = a.k + self.num_kv_heads * head, token, head
+        a.out = out.data_ptr()
+        return LayerCalls(self._address, a, self.pool.shape[1])
 
     def _rows(self, name: str, tensor: Tensor, num_heads: int) -> tuple[int, int, int]:
         """Address and strides in bytes of q, k or v; the kernels trust what passes here."""

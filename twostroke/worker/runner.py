@@ -46,6 +46,7 @@ from twostroke.worker.attention import make_attention
 from twostroke.worker.device import DTYPES, choose_device, choose_dtype, estimate_activations
 from twostroke.worker.draft_model import ModelDrafter, check_vocabulary
 from twostroke.worker.drafting import Drafter, NgramDrafter
+from twostroke.worker.few_tokens import few_tokens
 from twostroke.worker.inputs import PlanError, SeatTable, StepInputs, spans
 from twostroke.worker.logprobs import token_logprobs
 from twostroke.worker.pool import Fact
@@ -103,6 +104,7 @@ class ModelRunner:
         self.attention = make_attention(
             self.kv_pool, self.model.shard.num_heads, shape.head_dim**-0.5
         )
+        self.few_tokens = few_tokens(self.model, self.attention)
         self.seats = SeatTable(
             max_num_seqs=config.max_num_seqs,
             max_model_len=size.max_model_len,
@@ -240,7 +242,7 @@ class ModelRunner:
     def _run_rows(self, plan: StepPlan, result: StepResult) -> None:
         num_drafts = self._fill_in_drafts(plan)
         inputs = self.seats.step_inputs(plan, num_drafts)
-        hidden = self._forward(inputs)
+        hidden = self.forward(inputs)
         if self.drafter is not None:
             self.drafter.follow(plan, inputs)
         self._report_prompt_logprobs(plan, inputs, hidden, result)
@@ -335,11 +337,13 @@ class ModelRunner:
         wanted = self.seats.max_tokens[seats] - self.seats.num_tokens[seats] - 1
         return self.drafter.propose(seats, np.clip(wanted, 0, limits))
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    def forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states [T, hidden] after the final norm."""
         self.attention.plan(inputs.query_start, inputs.num_computed, inputs.block_tables)
         token_ids = torch.from_numpy(inputs.token_ids).to(self.device)
         positions = torch.from_numpy(inputs.positions).to(self.device)
+        if self.few_tokens is not None and len(token_ids) <= self.few_tokens.max_tokens:
+            return self.few_tokens.forward(token_ids, positions)
         return self.model.forward(token_ids, positions, self.attention)
 
     def _report_prompt_logprobs(
@@ -377,7 +381,7 @@ class ModelRunner:
             progress("kernels", 0, 1)
         for counts in ((1, 1), (self.seats.block_size, 1), (2, 2)):
             inputs = _null_block_inputs(counts, self.seats.block_size)
-            self._forward(inputs)
+            self.forward(inputs)
             if isinstance(self.drafter, ModelDrafter):
                 self.drafter.forward(inputs)
         if progress is not None:

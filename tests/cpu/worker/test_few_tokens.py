@@ -1,0 +1,92 @@
+"""A step as one program gives the bits of the same step layer by layer."""
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cpu.worker.driving import Driver, Request, small_config
+from twostroke.checkpoint import open_checkpoint
+from twostroke.testing.tiny_model import write_tiny_checkpoint
+from twostroke.worker.few_tokens import FewTokens, few_tokens
+from twostroke.worker.inputs import StepInputs
+from twostroke.worker.runner import ModelRunner
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param)
+    write_tiny_checkpoint(path, request.param, num_hidden_layers=3)
+    return path
+
+
+def make_runner(directory: Path, threads: int) -> ModelRunner:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        config = small_config(dtype="bfloat16", cpu_threads=threads)
+        return ModelRunner(config, open_checkpoint(directory))
+    finally:
+        torch.set_num_threads(before)
+
+
+def inputs_of(counts: list[int], seed: int) -> StepInputs:
+    """Rows of `counts` tokens, each behind 5 computed ones, in blocks of their own."""
+    rng, total = np.random.default_rng(seed), sum(counts)
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    offsets = np.arange(total) - np.repeat(starts[:-1], counts)
+    return StepInputs(
+        token_ids=rng.integers(0, 256, total),
+        positions=offsets + 5,
+        query_start=starts.astype(np.int32),
+        num_computed=np.full(len(counts), 5, np.int32),
+        block_tables=np.arange(1, 1 + 10 * len(counts), dtype=np.int32).reshape(-1, 10),
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_bit_is_that_of_the_layers(directory: Path, threads: int) -> None:
+    if threads > len(os.sched_getaffinity(0)):
+        pytest.skip(f"fewer than {threads} cores")
+    runner = make_runner(directory, threads)
+    if runner.few_tokens is None:
+        pytest.skip("no kernel for few rows on this processor")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for seed, counts in enumerate(([1], [1, 1, 1], [3, 1, 20], [64], [7, 0, 1])):
+            step, pools = inputs_of(counts, seed), []
+            together = []
+            for few in (runner.few_tokens, None):
+                runner.few_tokens = few
+                runner.kv_pool.zero_()
+                together.append(runner.forward(step).clone())
+                pools.append(runner.kv_pool.clone())
+            runner.few_tokens = few_tokens(runner.model, runner.attention)
+            assert torch.equal(*together), f"rows of {counts}"
+            assert torch.equal(*pools), f"KV of rows of {counts}"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_tokens_do_not_depend_on_how_steps_are_cut(directory: Path) -> None:
+    """Many tokens in a step run layer by layer, few as a program: the text is the same."""
+    runner = make_runner(directory, 1)
+    rng = random.Random(0)
+    prompt = [rng.randrange(256) for _ in range(70)]
+    outputs = [
+        Driver(runner.run, seed=seed).serve([Request(list(prompt), 8)], chunk=chunk)
+        for seed, chunk in enumerate((1000, 9))
+    ]
+    assert outputs[0] == outputs[1]
+
+
+def test_what_has_no_kernels_runs_layer_by_layer(directory: Path, tmp_path: Path) -> None:
+    assert ModelRunner(small_config(), open_checkpoint(directory)).few_tokens is None  # float32
+    write_tiny_checkpoint(tmp_path, "qwen3_moe")
+    config = small_config(dtype="bfloat16")
+    assert ModelRunner(config, open_checkpoint(tmp_path)).few_tokens is None
+    assert FewTokens.max_tokens > 1
