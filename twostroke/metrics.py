@@ -7,6 +7,7 @@ Values are kept in plain numbers and NumPy columns and turned into Prometheus fa
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
@@ -14,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from twostroke.kv_messages import KvReceived
 from twostroke.ledger import OF_TWO_ENGINES, Interval, RequestLedger
 from twostroke.messages import EngineReady, EngineStats
 
@@ -133,6 +135,8 @@ class SampleRecord:
     max_tokens: int
     finish_reason: str
     ledger: RequestLedger
+    transfer_bytes: int = 0  # of KV from another engine
+    transfer_s: float = 0.0
 
 
 class EngineMetrics:
@@ -229,6 +233,9 @@ class EngineMetrics:
     def observe_rejection(self) -> None:
         """A request was refused because the queue is full, before an engine was chosen for it."""
         self._rejected += 1
+
+    def observe_transfer(self, received: KvReceived) -> None:
+        """KV came to this engine from another, or did not."""
 
     # ------------------------------------------------------------ exposition
 
@@ -338,14 +345,18 @@ class Metrics(Collector):
         num_engines: int = 1,
         max_model_len: int = 131072,
     ) -> None:
-        self.engines = [
-            EngineMetrics(
-                model_name=model_name, prefix=prefix, engine=engine, max_model_len=max_model_len
-            )
-            for engine in range(num_engines)
-        ]
+        self.engines: list[EngineMetrics] = []
+        self._new_engine = partial(
+            EngineMetrics, model_name=model_name, prefix=prefix, max_model_len=max_model_len
+        )
+        self.add_engine(num_engines - 1)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+
+    def add_engine(self, engine: int) -> None:
+        """See to it that `engines` reaches as far as index `engine`."""
+        while len(self.engines) <= engine:
+            self.engines.append(self._new_engine(engine=len(self.engines)))
 
     def render(self) -> bytes:
         """The text that `/metrics` answers, of type CONTENT_TYPE."""

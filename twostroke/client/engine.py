@@ -1,30 +1,34 @@
 """The engine as the API process sees it.
 
-    generate() ── checks, chooses an engine, AddRequest ──▶ engine core 0 ... N-1
-        ▲                                                       │ EngineOutputs, one message a step
-        └── the request's slot ◀── output task of that engine (detokenises, applies stop strings)
+    generate() ── checks, submits ──▶ dispatcher ── messages ──▶ engine core 0 ... N-1
+        ▲                                                             │ EngineOutputs, one a step
+        └── the request's slot ◀── output task of that engine ◀── dispatcher: what is the client's
+                                   (detokenises, applies stop strings)
 
 An output task for each engine reads what its core sends and wakes exactly the requests concerned.
 All of this runs on one event loop, so there are no locks; a request's client state lives in
-`_samples` from AddRequest until it ends or is aborted, and everything later about it is ignored.
+`_samples` from its submission until it ends or is aborted, and everything later about it is
+ignored. Which engines serve a request, one or two, is the dispatcher's business (`router/`).
 """
 
 import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from twostroke.client.fleet import EngineFleet
 from twostroke.client.limits import check_request, resolve_max_tokens
-from twostroke.client.link import EngineLink, join_answers, join_ready, total_progress
+from twostroke.client.link import EngineLink, total_progress
+from twostroke.client.outputs import OutputHandler
 from twostroke.client.request import Request, RequestOutput, Sample
 from twostroke.client.tokenizer import Tokenizer
 from twostroke.clock import Clock, WallClock
-from twostroke.errors import EngineDeadError, QueueFullError
+from twostroke.errors import EngineDeadError, QueueFullError, RequestError
 from twostroke.ledger import Boundary
 from twostroke.messages import (
     AddRequest,
@@ -33,22 +37,18 @@ from twostroke.messages import (
     EngineProgress,
     EngineReady,
     EngineStats,
-    Finished,
     FromEngine,
-    Int32s,
     SamplingParams,
-    TokenLogprobs,
     UtilityReply,
 )
-from twostroke.metrics import Metrics, SampleRecord, StatusLine, request_line, total_stats
-from twostroke.router.policy import RoutingPolicy
+from twostroke.metrics import Metrics, SampleRecord, StatusLine, request_line
+from twostroke.router.dispatch import Dispatcher, DispatchSettings, Role
 from twostroke.transport import EngineChannel
 
 __all__ = ["AsyncEngine", "RequestOutput"]
 
 logger = logging.getLogger("twostroke")
 
-_ROWS_PER_TURN = 256  # of a step's outputs, before other tasks get the event loop
 _SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads consecutive requests' seeds
 
 
@@ -57,36 +57,15 @@ def _seed(base: int, offset: int) -> int:
     return (base + offset + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-class _Step:
-    """What gathers while one step's outputs are handed out."""
-
-    def __init__(self, link: EngineLink, time_s: float, now_s: float) -> None:
-        self.link = link
-        self.time_s = time_s  # when the engine finished the step
-        self.aborts: list[int] = []
-        self.first_token_s: list[float] = []
-        self.inter_token_s: list[float] = []
-        self._now_s = now_s
-
-    def count_token(self, sample: Sample) -> None:
-        """`sample` got tokens in this step."""
-        if sample.last_token_s is None:
-            self.first_token_s.append(self._now_s - sample.request.arrival_s)
-            sample.ledger.mark(Boundary.FIRST_TOKEN, self.time_s)
-        else:
-            self.inter_token_s.append(self.time_s - sample.last_token_s)
-            if sample.ledger.num_preemptions:
-                sample.ledger.mark(Boundary.TOKEN, self.time_s)
-        sample.last_token_s = self.time_s
-
-
 class AsyncEngine:
     """Sends requests to the engine cores and hands out what comes back.
 
-    Each engine has a channel. When one dies, `dead` says so and nothing new is taken, but what runs
-    on the others is still handed out.
+    Each engine has a channel. Without `roles` all of them are needed: when one dies, `dead` says so
+    and nothing new is taken, but what runs on the others is still handed out. With `roles`, one for
+    each channel, prefill and decode may run apart, engines may come and go, and the server is dead
+    only when none is left that decodes; `dispatch` says how requests are spread.
 
-    `max_model_len` is the model's own until the engine is ready and tells what it serves.
+    `max_model_len` is the model's own until the engines are ready and tell what they serve.
     `vocab_size` is the number of token ids that the model knows (default: the tokenizer's).
     `eos_token_ids` end a request unless it ignores EOS. `on_progress` is told how start-up goes.
     `prefix_caching` says that the engines reuse prefixes, so that equal ones should meet again.
@@ -101,6 +80,8 @@ class AsyncEngine:
         max_model_len: int,
         eos_token_ids: Sequence[int],
         max_num_queued_reqs: int,
+        roles: Sequence[Role] | None = None,
+        dispatch: DispatchSettings | None = None,
         metrics: Metrics | None = None,
         vocab_size: int | None = None,
         default_seed: int = 0,
@@ -112,16 +93,9 @@ class AsyncEngine:
     ) -> None:
         self.tokenizer = tokenizer
         self.model_name = model_name
-        self.max_model_len = self._model_max_len = max_model_len
+        self._model_max_len = max_model_len
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
-        channels = channels if isinstance(channels, Sequence) else [channels]
-        self.metrics = metrics or Metrics(
-            model_name=model_name, num_engines=len(channels), max_model_len=max_model_len
-        )
-        self.ready: EngineReady | None = None
-        self.dead: EngineDeadError | None = None
-        self._links = [EngineLink(index, channel) for index, channel in enumerate(channels)]
-        self._policy = RoutingPolicy(len(channels), affinity=prefix_caching)
+        self.metrics = metrics or Metrics(model_name=model_name, max_model_len=max_model_len)
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_num_queued_reqs = max_num_queued_reqs
         self._default_seed = default_seed
@@ -131,40 +105,112 @@ class AsyncEngine:
         self._status_interval_s = status_interval_s
         self._samples: dict[int, Sample] = {}
         self._handles = itertools.count(1)
-        self._changed = asyncio.Event()  # ready or dead
         self._ended_s: deque[float] = deque(maxlen=64)  # when the last requests ended
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._outputs = OutputHandler(
+            self._samples,
+            self.metrics,
+            self._clock,
+            abort=self._abort,
+            on_end=self._remember,
+        )
+        settings = dispatch or DispatchSettings(
+            max_retries=0 if roles is None else 1, affinity=prefix_caching
+        )
+        self._fleet = EngineFleet(
+            channels if isinstance(channels, Sequence) else [channels],
+            roles,
+            settings,
+            self._clock,
+            self.metrics,
+            on_timer=self._on_timer,
+            on_unsent=self._on_unsent,
+        )
 
     def start(self) -> None:
         """Start the output tasks and the status line on the running loop."""
-        self._tasks = [
-            asyncio.create_task(self._receive_all(link), name=f"outputs of engine {link.index}")
-            for link in self._links
-        ]
+        for link in self._fleet.links.values():
+            self._start_task(self._receive_all(link), f"outputs of engine {link.index}")
         if self._status_interval_s > 0:
-            self._tasks.append(asyncio.create_task(self._log_status(), name="status line"))
+            self._start_task(self._log_status(), "status line")
+
+    def add_engine(self, channel: EngineChannel, role: Role) -> int:
+        """An engine has joined; returns its index, which may be that of one that is gone.
+
+        It gets requests once it has said that it is ready, until its channel says that it is gone.
+        """
+        link = self._fleet.add(channel, role)
+        self._start_task(self._receive_all(link), f"outputs of engine {link.index}")
+        return link.index
+
+    def set_role(self, engine: int, role: Role) -> None:
+        """Give an engine another role once it has drained; RequestError when that cannot be."""
+        if not self._fleet.has_roles:
+            raise RequestError(
+                "the engines of this server have no roles",
+                param="role",
+                hint="start it with --prefill and --decode",
+            )
+        self._fleet.dispatcher.set_role(engine, role)
+        self._fleet.send_all()
+
+    def _start_task(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
         """Stop the tasks. What is still open ends with EngineDeadError. The channels stay open."""
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for link in self._links:
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for link in self._fleet.living:
             self._die(link, EngineDeadError("the engine was shut down"))
+        self._fleet.close()
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Which engines serve what."""
+        return self._fleet.dispatcher
+
+    @property
+    def ready(self) -> EngineReady | None:
+        """What every engine can do; None while they are being loaded."""
+        return self._fleet.ready
+
+    @property
+    def dead(self) -> EngineDeadError | None:
+        """Why nothing new can be served, if so."""
+        return self._fleet.dead
+
+    @property
+    def gone(self) -> dict[int, str]:
+        """Engines that are gone, and why: the server may do without them."""
+        return {it.index: it.error for it in self.dispatcher.fleet if it.state == "gone"}
+
+    @property
+    def engines(self) -> list[dict[str, Any]]:
+        """What each engine is and does, for people."""
+        return self._fleet.describe()
 
     @property
     def num_engines(self) -> int:
-        return len(self._links)
+        return len(self._fleet.links)
 
     @property
     def stats(self) -> EngineStats:
         """The latest of every engine, added up."""
-        return total_stats([link.stats for link in self._links])
+        return self._fleet.stats
 
     @property
     def num_unfinished(self) -> int:
         """Core requests that are open: running or waiting."""
         return len(self._samples)
+
+    @property
+    def max_model_len(self) -> int:
+        return self._model_max_len if self.ready is None else self.ready.max_model_len
 
     @property
     def max_request_tokens(self) -> int:
@@ -178,34 +224,22 @@ class AsyncEngine:
         return (self.ready.num_blocks - 1) * self.ready.block_size  # block 0 is never used
 
     async def wait_ready(self) -> EngineReady:
-        """Wait until every engine has loaded. Raises EngineDeadError when one fails."""
-        while True:
-            if self.dead is not None:
-                raise EngineDeadError(self.dead.message, hint=self.dead.hint)
-            if self.ready is not None:
-                return self.ready
-            await self._changed.wait()
+        """Wait until every engine has loaded. Raises EngineDeadError when one fails.
+
+        With roles, one that fails is done without as long as another decodes.
+        """
+        return await self._fleet.wait_ready()
 
     async def call(self, method: str, *args: Any) -> Any:
         """Ask every core something off the hot path (see `UtilityCall`).
 
         `slots` come in one list, each with its `engine`; `reset_prefix_cache` is True if all did
         (an engine without requests does it in any case); other answers are as they are, in a list
-        if there are several engines. Raises TwostrokeError
-        with the core's words when one cannot, EngineDeadError when one is gone.
+        if there are several engines. Raises TwostrokeError with the core's words when one cannot,
+        EngineDeadError when one is gone (with roles: when none is left).
         """
         await self.wait_ready()
-        asked = [asyncio.create_task(link.call(method, list(args))) for link in self._links]
-        try:
-            answers = await asyncio.gather(*asked)
-        finally:
-            for task in asked:
-                task.cancel()
-        if method == "reset_prefix_cache":
-            for link, is_reset in zip(self._links, answers, strict=True):
-                if is_reset:
-                    self._policy.prefixes_reset(link.index)
-        return join_answers(method, answers)
+        return await self._fleet.call(method, *args)
 
     async def generate(
         self,
@@ -251,14 +285,14 @@ class AsyncEngine:
         request = Request(
             request_id,
             params,
-            engine=self._policy.choose(self._policy.keys_of(tokens, cache_salt)),
-            num_prompt_tokens=len(prompt_token_ids),
+            tokens,
+            cache_salt=cache_salt,
             max_tokens=max_tokens,
             arrival_s=arrival_s,
             final_only=final_only,
         )
         try:
-            self._send(request, tokens, priority, cache_salt)
+            self._send(request, priority)
             while request.is_open:
                 for output in await request.take():
                     if output.finish_reason is not None:
@@ -285,12 +319,14 @@ class AsyncEngine:
             hint="try again later or restart with a larger --max-num-queued-reqs",
         )
 
-    def _send(self, request: Request, tokens: Int32s, priority: int, cache_salt: str) -> None:
-        """Expand the request into `n` core requests and send them to its engine."""
-        params, link = request.params, self._links[request.engine]
+    def _send(self, request: Request, priority: int) -> None:
+        """Expand the request into `n` core requests, which share engines."""
+        params = request.params
         for index in range(params.n):
             handle = next(self._handles)
             sample = Sample(request, index, handle, self.tokenizer)
+            if self.dispatcher.routing.has_affinity:
+                sample.output_ids = []
             request.samples.append(sample)
             self._samples[handle] = sample
             if params.seed is None:
@@ -305,32 +341,31 @@ class AsyncEngine:
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             )
             suffix = f"-{index}" if params.n > 1 else ""
-            keys = self._policy.keys_of(tokens, cache_salt)
-            self._policy.sent(handle, link.index, len(tokens), keys)
-            link.send(
+            passed = self.dispatcher.submit(
                 AddRequest(
                     handle=handle,
                     request_id=request.request_id + suffix,
-                    prompt_token_ids=tokens,
+                    prompt_token_ids=request.prompt_token_ids,
                     params=child,
                     max_tokens=request.max_tokens,
                     eos_token_ids=() if params.ignore_eos else self._eos_token_ids,
                     arrival_s=request.arrival_s,
                     priority=priority,
-                    cache_salt=cache_salt,
-                )
+                    cache_salt=request.cache_salt,
+                ),
+                beside=request.samples[0].handle if index else None,
             )
-            sample.ledger.mark(Boundary.SENT, self._clock.now())
+            sample.engine = next(iter(self.dispatcher.engines_of(handle)), 0)
+            sample.ledger.mark(passed, self._clock.now())
+        self._fleet.send_all()
 
     def _close(
         self, request: Request, on_close: Callable[[list[SampleRecord]], object] | None
     ) -> None:
         """The one place where a request leaves: abort, metrics, log line."""
         live = [s.handle for s in request.samples if self._samples.pop(s.handle, None) is not None]
-        for handle in live:
-            self._policy.ended(handle)
         if live:
-            self._links[request.engine].abort(live)
+            self._abort(live)
         now_s = self._clock.now()
         self._ended_s.append(now_s)
         for sample in request.samples:
@@ -338,7 +373,7 @@ class AsyncEngine:
             sample.ledger.mark(Boundary.CLOSED, now_s)
         records = [sample.record() for sample in request.samples]
         if records:
-            self.metrics.engines[request.engine].observe_request(records)
+            self.metrics.engines[request.samples[0].engine].observe_request(records)
             logger.info("%s", request_line(request.request_id, records))
             if on_close is not None:
                 on_close(records)
@@ -360,126 +395,59 @@ class AsyncEngine:
     async def _on_message(self, link: EngineLink, message: FromEngine) -> None:
         match message:
             case EngineOutputs():
-                await self._on_outputs(link, message)
+                left = self.dispatcher.on_outputs(link.index, message)
+                self._fleet.send_all()
+                await self._outputs.take(link, left)
             case UtilityReply():
                 link.on_reply(message)
             case EngineProgress(stage):
                 link.progress[stage] = message
                 if self._on_progress is not None:
-                    self._on_progress(total_progress(self._links, stage))
+                    self._on_progress(total_progress(list(self._fleet.links.values()), stage))
             case EngineReady():
-                self._on_ready(link, message)
+                self._fleet.on_ready(link, message)
             case EngineDead(error):
                 self._die(link, EngineDeadError(f"the engine stopped: {error}"))
 
-    def _on_ready(self, link: EngineLink, message: EngineReady) -> None:
-        link.ready = message
-        self.metrics.engines[link.index].engine_ready(message)
-        self._policy.engine_ready(link.index, (message.num_blocks - 1) * message.block_size)
-        ready = [it.ready for it in self._links if it.ready is not None]
-        if len(ready) == len(self._links):
-            self.ready = join_ready(ready)
-            self.max_model_len = self.ready.max_model_len
-            self._changed.set()
+    def _remember(self, link: EngineLink, sample: Sample) -> None:
+        """The engine has the KV of what it wrote, too: a next turn may begin with it."""
+        request = sample.request
+        if sample.output_ids is not None and sample.finish_reason in ("stop", "length"):
+            output = np.array(sample.output_ids, np.int32)
+            tokens = np.concatenate([request.prompt_token_ids, output])
+            self.dispatcher.computed(link.index, tokens, request.cache_salt)
 
-    async def _on_outputs(self, link: EngineLink, outputs: EngineOutputs) -> None:
-        """Hand out one step's outputs: a dictionary look-up per row, and one abort message."""
-        samples = self._samples
-        step = _Step(link, outputs.time_s or self._clock.now(), self._clock.now())
-        logprobs = self._note(link, outputs)
-        finished = {end.handle: end for end in outputs.finished}
-        token_ids, at = outputs.token_ids.tolist(), 0
-        counts = zip(outputs.handles.tolist(), outputs.num_tokens.tolist(), strict=True)
-        for row, (handle, count) in enumerate(counts, start=1):
-            tokens = token_ids[at : at + count]
-            at += count
-            if (sample := samples.get(handle)) is not None:
-                end = finished.pop(handle, None)
-                self._feed(step, sample, tokens, end, logprobs.get(handle))
-            if row % _ROWS_PER_TURN == 0:
-                self._end_turn(step)
-                await asyncio.sleep(0)
-        for handle, end in finished.items():
-            if (sample := samples.get(handle)) is not None:
-                self._feed(step, sample, [], end, None)
-        self._end_turn(step)
+    def _abort(self, handles: list[int]) -> None:
+        self.dispatcher.abort(handles)
+        self._fleet.send_all()
 
-    def _note(self, link: EngineLink, outputs: EngineOutputs) -> dict[int, list[TokenLogprobs]]:
-        """Everything about a step but its tokens; returns the tokens' log-probs by handle."""
-        samples = self._samples
-        if outputs.stats is not None:
-            link.stats = outputs.stats
-            self._policy.engine_stats(link.index, outputs.stats)
-            self.metrics.engines[link.index].observe_stats(outputs.stats)
-        if (events := outputs.events) is not None:
-            columns = (events.handles.tolist(), events.kinds.tolist(), events.times_s.tolist())
-            for handle, kind, time_s in zip(*columns, strict=True):
-                if (sample := samples.get(handle)) is not None:
-                    sample.ledger.mark(kind, time_s)
-        for prefill in outputs.prefills:
-            if (sample := samples.get(prefill.handle)) is not None:
-                sample.cached_tokens = prefill.cached_tokens
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        for entry in outputs.logprobs:
-            if entry.prompt_start is None:
-                logprobs[entry.handle] = entry.tokens
-            elif (sample := samples.get(entry.handle)) is not None:
-                sample.add_prompt_logprobs(entry.prompt_start, entry.tokens)
-        return logprobs
+    def _on_timer(self, outputs: EngineOutputs) -> None:
+        """The dispatcher moved or ended requests because it was time."""
+        self._outputs.mark(outputs.events)
+        for end in outputs.finished:
+            if (sample := self._samples.get(end.handle)) is not None:
+                self._outputs.end(self._fleet.links[sample.engine], end, outputs.time_s)
 
-    def _feed(
-        self,
-        step: "_Step",
-        sample: Sample,
-        token_ids: list[int],
-        finished: Finished | None,
-        logprobs: list[TokenLogprobs] | None,
-    ) -> None:
-        """Give one sample its tokens. An error here is that request's alone."""
-        if token_ids:
-            if sample.last_token_s is None:
-                self._policy.first_token(sample.handle)
-            step.count_token(sample)
-        try:
-            output = sample.feed(token_ids, finished, logprobs)
-        except Exception as error:
-            logger.exception("%s: cannot read its output", sample.request.request_id)
-            output = sample.fail(f"cannot read the output: {error}")
-        if output.finish_reason is not None:
-            del self._samples[sample.handle]
-            self._policy.ended(sample.handle)
-            sample.ledger.mark(Boundary.FINISHED, step.time_s)
-            if finished is None:  # the core does not know: a stop string, or an error here
-                step.aborts.append(sample.handle)
-        sample.request.put(output)
-
-    def _end_turn(self, step: "_Step") -> None:
-        """Send and record what has gathered; the event loop turns to others after this."""
-        if step.aborts:
-            step.link.abort(step.aborts)
-        seen = self.metrics.engines[step.link.index]
-        seen.observe_tokens(step.first_token_s, step.inter_token_s)
-        step.aborts, step.first_token_s, step.inter_token_s = [], [], []
+    def _on_unsent(self, link: EngineLink, request: AddRequest, error: EngineDeadError) -> None:
+        """A request cannot be sent: its engine is gone, and we are the first to notice."""
+        if self._fleet.has_roles:
+            self._die(link, error)
+        elif (sample := self._samples.get(request.handle)) is not None:
+            sample.request.fail(error)
 
     def _die(self, link: EngineLink, error: EngineDeadError) -> None:
-        """An engine is gone: everything that waits for it ends, now, and nothing new is taken."""
+        """An engine is gone: what only it could serve ends, now."""
         if link.dead is not None:
             return
-        if len(self._links) > 1:
-            error = EngineDeadError(f"engine {link.index}: {error.message}", hint=error.hint)
-        link.die(error)
-        self._policy.engine_died(link.index)
-        self.dead = self.dead or error
-        self._changed.set()
-        lost = [s for s in self._samples.values() if s.request.engine == link.index]
-        for sample in lost:
-            del self._samples[sample.handle]
-        for request in {sample.request for sample in lost}:
-            request.fail(EngineDeadError(error.message, hint=error.hint))
+        ends = self._fleet.died(link, error)
+        for end in ends:
+            if (sample := self._samples.pop(end.handle, None)) is not None:
+                why = end.error if self.num_engines > 1 else error.message
+                sample.request.fail(EngineDeadError(why or error.message, hint=error.hint))
 
     async def _log_status(self) -> None:
         status = StatusLine(self._clock.now())
-        while self.dead is None:
+        while True:
             await asyncio.sleep(self._status_interval_s)
             line = status.line(self.stats, self._clock.now())
             if line is not None:

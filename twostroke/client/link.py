@@ -1,14 +1,12 @@
 """One of the server's engines as process 1 sees it, and how the answers of several become one."""
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from twostroke.errors import EngineDeadError, TwostrokeError
 from twostroke.messages import (
-    AbortRequests,
     EngineProgress,
     EngineReady,
     EngineStats,
@@ -39,12 +37,6 @@ class EngineLink:
         """Queue a message. EngineDeadError when the engine is gone."""
         self._channel.send(message)
 
-    def abort(self, handles: list[int]) -> None:
-        """Abort these; an engine that is gone has done so."""
-        if self.dead is None:
-            with contextlib.suppress(EngineDeadError):
-                self._channel.send(AbortRequests(handles))
-
     async def receive(self) -> FromEngine:
         """The next message. Raises EngineDeadError once the engine is gone."""
         return await self._channel.receive()
@@ -72,8 +64,11 @@ class EngineLink:
             future.set_exception(TwostrokeError(reply.error))
 
     def die(self, error: EngineDeadError) -> None:
-        """The engine is gone: its calls end, now."""
+        """The engine is gone: its calls end, now, and it does nothing any more."""
         self.dead = error
+        for gauge in ("num_running", "num_waiting", "num_loading", "kv_usage"):
+            setattr(self.stats, gauge, 0)
+        self.stats.num_holds, self.stats.hold_usage = 0, 0.0
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDeadError(error.message, hint=error.hint))
@@ -120,11 +115,12 @@ def _join_facts(engines: Sequence[EngineReady]) -> list[Fact]:
     return rows
 
 
-def join_answers(method: str, answers: Sequence[Any]) -> Any:
-    """One answer of several engines to the same `UtilityCall`."""
+def join_answers(method: str, answers: Mapping[int, Any]) -> Any:
+    """One answer of several engines, by index, to the same `UtilityCall`."""
     match method:
         case "slots":
-            return [slot | {"engine": i} for i, slots in enumerate(answers) for slot in slots]
+            return [slot | {"engine": i} for i, slots in answers.items() for slot in slots]
         case "reset_prefix_cache":
-            return all(answers)
-    return answers[0] if len(answers) == 1 else list(answers)
+            return all(answers.values())
+    values = list(answers.values())
+    return values[0] if len(values) == 1 else values

@@ -13,8 +13,9 @@ import msgspec
 
 from twostroke.client.detokenizer import Detokenizer
 from twostroke.client.tokenizer import Tokenizer
+from twostroke.kv_messages import KvReceived
 from twostroke.ledger import Boundary, RequestLedger
-from twostroke.messages import Finished, FinishReason, SamplingParams, TokenLogprobs
+from twostroke.messages import Finished, FinishReason, Int32s, SamplingParams, TokenLogprobs
 from twostroke.metrics import SampleRecord
 
 
@@ -60,13 +61,17 @@ class Sample:
         "_include_stop",
         "_prompt_logprobs",
         "cached_tokens",
+        "engine",
         "finish_reason",
         "handle",
         "index",
         "last_token_s",
         "ledger",
         "num_tokens",
+        "output_ids",
         "request",
+        "transfer_bytes",
+        "transfer_s",
     )
 
     def __init__(self, request: "Request", index: int, handle: int, tokenizer: Tokenizer) -> None:
@@ -78,6 +83,10 @@ class Sample:
         self.finish_reason: str | None = None
         self.num_tokens = 0
         self.cached_tokens = 0
+        self.engine = 0  # the index of the one that serves it, or did last
+        self.transfer_bytes = 0  # of its KV, from another engine, in so many seconds
+        self.transfer_s = 0.0
+        self.output_ids: list[int] | None = None  # collected where that is of use
         self.last_token_s: float | None = None
         self._detokenizer = Detokenizer(tokenizer, params)
         self._include_stop = params.include_stop_str_in_output
@@ -88,6 +97,11 @@ class Sample:
         """A piece of them from position `start`; after a preemption it may repeat positions."""
         if self._prompt_logprobs is not None:
             self._prompt_logprobs[start:] = tokens
+
+    def received(self, received: KvReceived) -> None:
+        """Its KV came from another engine, or did not."""
+        self.transfer_bytes += received.num_bytes
+        self.transfer_s += received.ended_s - received.started_s
 
     def feed(
         self,
@@ -118,6 +132,8 @@ class Sample:
         self.finish_reason = output.finish_reason
         self.num_tokens += len(token_ids)
         output.token_ids = token_ids
+        if self.output_ids is not None:
+            self.output_ids += token_ids
         if logprobs is not None:
             output.logprobs = logprobs[: len(token_ids)]
         if self._prompt_logprobs is not None and (token_ids or finished is not None):
@@ -139,6 +155,8 @@ class Sample:
             max_tokens=request.max_tokens,
             finish_reason=self.finish_reason or "abort",
             ledger=self.ledger,
+            transfer_bytes=self.transfer_bytes,
+            transfer_s=self.transfer_s,
         )
 
 
@@ -149,17 +167,18 @@ class Request:
         self,
         request_id: str,
         params: SamplingParams,
+        prompt_token_ids: Int32s,
         *,
-        engine: int,
-        num_prompt_tokens: int,
+        cache_salt: str,
         max_tokens: int,
         arrival_s: float,
         final_only: bool,
     ) -> None:
         self.request_id = request_id
         self.params = params
-        self.engine = engine  # which one runs it, all n samples
-        self.num_prompt_tokens = num_prompt_tokens
+        self.prompt_token_ids = prompt_token_ids
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.cache_salt = cache_salt
         self.max_tokens = max_tokens
         self.arrival_s = arrival_s
         self.samples: list[Sample] = []

@@ -390,9 +390,9 @@ class Dispatcher:
             self._prefill_ended(job, end)
             return None
         may_move = not job.has_streamed and self.settings.max_retries > 0
-        if end.reason is FinishReason.ERROR and leg.load_error and may_move:
+        if end.reason is FinishReason.ERROR and leg.lacks_kv and may_move:
             self._legs.mute(leg)
-            self._run_whole(job, leg.load_reason, end.error or leg.load_error)
+            self._run_whole(job, leg.load_reason or "not_loaded", end.error or leg.load_error)
             return None
         if end.reason is FinishReason.ABORT and may_move:  # its engine is about to leave
             self._legs.mute(leg)

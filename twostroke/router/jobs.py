@@ -58,6 +58,11 @@ class Leg:
     load_reason: str = ""
     transfer_ids: set[bytes] = field(default_factory=set)  # of the tickets that came of it
 
+    @property
+    def lacks_kv(self) -> bool:
+        """It was to get KV from elsewhere, and has not."""
+        return self.kind is LegKind.DECODE and (not self.is_loaded or bool(self.load_error))
+
 
 @dataclass(eq=False, slots=True)
 class Job:

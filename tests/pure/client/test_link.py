@@ -32,13 +32,13 @@ def test_what_all_can_do_and_facts_told_once():
 
 
 def test_answers_of_several_become_one():
-    slots = [[{"handle": 1}], [], [{"handle": 2}, {"handle": 3}]]
+    slots = {0: [{"handle": 1}], 1: [], 2: [{"handle": 2}, {"handle": 3}]}
     assert join_answers("slots", slots) == [
         {"handle": 1, "engine": 0},
         {"handle": 2, "engine": 2},
         {"handle": 3, "engine": 2},
     ]
-    assert join_answers("reset_prefix_cache", [True, False]) is False
-    assert join_answers("reset_prefix_cache", [True, True]) is True
-    assert join_answers("ping", ["pong"]) == "pong"
-    assert join_answers("ping", ["pong", "pong"]) == ["pong", "pong"]
+    assert join_answers("reset_prefix_cache", {0: True, 1: False}) is False
+    assert join_answers("reset_prefix_cache", {0: True, 1: True}) is True
+    assert join_answers("ping", {1: "pong"}) == "pong"
+    assert join_answers("ping", {0: "pong", 1: "pong"}) == ["pong", "pong"]

@@ -178,7 +178,7 @@ async def test_random_requests_with_random_aborts_over_real_cores():
     assert await engine.call("slots") == []
     await engine.call("check_integrity")
     assert engine.num_unfinished == 0
-    assert [engine._policy.load(i) for i in range(3)] == [0, 0, 0]
+    assert [engine.dispatcher.routing.load(i) for i in range(3)] == [0, 0, 0]
     assert all(core.stats().generation_tokens > 0 for core in cores)
     await engine.close()
     for channel in channels:
@@ -212,7 +212,7 @@ async def test_what_cannot_be_sent_fails_and_leaves_nothing():
         )
         assert [type(result) for result in results[:2]] == [list, EngineDeadError]
         assert engine.num_unfinished == 0
-        assert [engine._policy.load(i) for i in range(2)] == [0, 0]
+        assert [engine.dispatcher.routing.load(i) for i in range(2)] == [0, 0]
 
 
 async def _answer(channel: ScriptedChannel) -> None:
