@@ -113,10 +113,10 @@ class Agent:
         """What another agent must be told to read here. Taken after all is registered."""
         return bytes(self._agent.getLocalMD())
 
-    def connect(self, metadata: bytes) -> str:
+    def connect(self, metadata: bytes) -> bytes:
         """Make another agent known and reach for it. Returns its name; raises TransferError."""
         try:
-            name = str(self._agent.loadRemoteMD(metadata))
+            name: bytes = self._agent.loadRemoteMD(metadata)
             self._agent.makeConnection(name, self._backends)
         except self.errors as error:
             raise TransferError(f"cannot connect: {said(error)}") from None
@@ -124,7 +124,7 @@ class Agent:
 
     def read(
         self,
-        remote: str,
+        remote: bytes,
         theirs: tuple[Int64s, str],
         ours: tuple[Int64s, str],
         is_given_up: Callable[[], bool],

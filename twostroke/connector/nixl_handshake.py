@@ -35,7 +35,7 @@ _NONCE_BYTES = 32
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be read: | pool | scratch | at `address`, and lease words."""
+    """What can be read: a pool at `address`, and lease words."""
 
     agent: bytes  # NIXL's metadata
     address: int

@@ -23,6 +23,7 @@ import time
 import msgspec
 import numpy as np
 
+from twostroke.arrays import UInt8s
 from twostroke.connector.nixl_agent import Agent, load
 from twostroke.connector.nixl_handshake import Offer, serve
 from twostroke.errors import ConfigError
@@ -41,7 +42,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     key: bytes
     listener_fd: int
     memory_fd: int
-    num_bytes: int  # of | pool | scratch |, at the start of the file
+    num_bytes: int  # of the pool, at the start of the file
     lease_offset: int
     num_leases: int
     lease_bytes: int
@@ -51,14 +52,22 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 class MemoryServer:
     """The engine's end: a server process that runs from now until `close`.
 
-    Raises ConfigError when it cannot start.
+    The listener and the memory file of `task` are the caller's to close. Raises ConfigError when
+    it cannot start.
     """
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        self._files = [os.dup(task.memory_fd), os.dup(task.listener_fd)]
+        self._task = msgspec.structs.replace(
+            task, memory_fd=self._files[0], listener_fd=self._files[1]
+        )
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._process, self._line = self._start()
+        try:
+            self._process, self._line = self._start()
+        except BaseException:
+            self._close_files()
+            raise
         self._keeper = threading.Thread(target=self._keep, name="kv-server", daemon=True)
         self._keeper.start()
 
@@ -77,6 +86,11 @@ class MemoryServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._keeper.join()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
 
     def _start(self) -> tuple["subprocess.Popen[bytes]", socket.socket]:
         ours, theirs = socket.socketpair()
@@ -144,7 +158,7 @@ def main() -> None:
         told += part
     task = msgspec.json.decode(told, type=Task)
     try:
-        agent, offer = _open(task)
+        mapped, agent, offer = _open(task)
     except ConfigError as error:
         line.sendall(str(error).encode()[:4096])
         return
@@ -156,33 +170,32 @@ def main() -> None:
     ).start()
     line.sendall(b"ready")
     line.recv(1)  # returns when the engine is gone
-    del agent
+    del agent, mapped
     os._exit(0)
 
 
-def _open(task: Task) -> tuple[Agent, Offer]:
+def _open(task: Task) -> tuple[UInt8s, Agent, Offer]:
     """Map the file and register it: to be read, and if a card wants that, also to be written."""
-    lease_bytes = task.num_leases * task.lease_bytes
     for access in (mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE):
-        mapped = mmap.mmap(task.memory_fd, 0, prot=access)
-        start = np.frombuffer(mapped, np.uint8).ctypes.data
+        mapped = np.frombuffer(mmap.mmap(task.memory_fd, 0, prot=access), np.uint8)
+        start = mapped.ctypes.data
+        offer = Offer(
+            agent=b"",
+            address=start,
+            num_bytes=task.num_bytes,
+            device="cpu",
+            lease_address=start + task.lease_offset,
+            num_leases=task.num_leases,
+        )
         agent = Agent(load(task.environment), f"{task.engine_id}-{os.getpid()}")
         try:
             agent.register(start, task.num_bytes, "cpu")
-            agent.register(start + task.lease_offset, lease_bytes, "cpu")
+            agent.register(offer.lease_address, task.num_leases * task.lease_bytes, "cpu")
+            break
         except ConfigError:
             if access & mmap.PROT_WRITE:
                 raise
-            continue
-        break
-    return agent, Offer(
-        agent=agent.metadata,
-        address=start,
-        num_bytes=task.num_bytes,
-        device="cpu",
-        lease_address=start + task.lease_offset,
-        num_leases=task.num_leases,
-    )
+    return mapped, agent, msgspec.structs.replace(offer, agent=agent.metadata)
 
 
 if __name__ == "__main__":

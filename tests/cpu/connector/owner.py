@@ -5,6 +5,8 @@ import sys
 import msgspec
 import numpy as np
 
+from twostroke.connector.base import Transport
+from twostroke.connector.nixl import NixlTransport
 from twostroke.connector.shm import ShmTransport, shared_memory
 from twostroke.kv_messages import KvEndpoint, KvLayoutRecord
 
@@ -17,12 +19,16 @@ def content(num_bytes: int, seed: int = 0) -> np.ndarray:
 
 
 def main() -> None:
+    """Arguments: the layout, and the transport (shm)."""
     layout = msgspec.json.decode(sys.argv[1], type=KvLayoutRecord)
+    transport: Transport = NixlTransport() if "nixl" in sys.argv[2:] else ShmTransport()
     memory, pool = shared_memory(layout)
     pool[:] = content(len(pool))
     memory.leases[SLOT] = np.frombuffer(WORD, np.uint8)
-    address = ShmTransport().open(memory, layout, "owner")
-    endpoint = KvEndpoint(engine_id="owner", transport="shm", addresses=[address], layout=layout)
+    address = transport.open(memory, layout, "owner")
+    endpoint = KvEndpoint(
+        engine_id="owner", transport=transport.name, addresses=[address], layout=layout
+    )
     print(msgspec.json.encode(endpoint).decode(), flush=True)
     for line in sys.stdin:  # what its engine does later
         if line == "expire\n":
