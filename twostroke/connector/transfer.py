@@ -111,7 +111,7 @@ class TransferWorker:
             for load_id in commands.given_up:
                 self._give_up(load_id, GIVEN_UP)
             for endpoint in commands.connects:
-                self._remote_of(endpoint)
+                self._remote_of(endpoint).greet()
             for engine_id in commands.disconnects:
                 self._drop(engine_id)
 
@@ -177,7 +177,7 @@ class TransferWorker:
             load.remote.forget(load)
             if not load.reading:
                 self.end(load, why)
-        elif load_id not in self._ended:  # one that streams, and has not begun to
+        else:  # it has not begun, or its report was lost
             self._say_ended(KvLoadEnd(load_id=load_id, error=why))
 
     def _drop(self, engine_id: str) -> None:
@@ -205,9 +205,10 @@ class TransferWorker:
         self.changed.notify_all()
 
     def say_link(self, link: KvLink) -> None:
-        """A handshake is over."""
-        self._report.links.append(link)
-        self.changed.notify_all()
+        """What a link is like, or why there is none; engines that were dropped are not told of."""
+        if link.engine_id in self._remotes:
+            self._report.links.append(link)
+            self.changed.notify_all()
 
 
 class _Remote:
@@ -215,21 +216,26 @@ class _Remote:
 
     def __init__(self, worker: TransferWorker, endpoint: KvEndpoint) -> None:
         self.endpoint = endpoint
-        self.is_connecting = True
+        self.is_connecting = False
         self._worker = worker
         self._work = threading.Condition(worker.lock)
         self._queue: deque[_Load] = deque()  # an entry a piece
         self._stopping = False
         self._peers: dict[int, Peer] = {}
-        self._trouble = ""  # the last, and until when the engine is left alone because of it
+        self._link = KvLink(engine_id=endpoint.engine_id)
         self._num_troubles = 0
-        self._retry_at_s = 0.0
+        self._retry_at_s = 0.0  # until then the engine is left alone, because of `_link.error`
         self.thread = threading.Thread(
             target=self._run, name=f"kv-{endpoint.engine_id[:8]}", daemon=True
         )
         self.thread.start()
 
     # ------------------------------------------------------------ with the worker's lock
+
+    def greet(self) -> None:
+        """Shake hands, if that is not done, and say what the link is like."""
+        self.is_connecting = True
+        self._work.notify()
 
     def enqueue(self, load: _Load) -> None:
         self._queue.append(load)
@@ -247,31 +253,37 @@ class _Remote:
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        self._connect()
-        with self._worker.lock:
-            self.is_connecting = False
-            self._worker.changed.notify_all()
         while self._has_work():
-            if self._peers or self._connect():
+            if self.is_connecting:
+                self._greet()
+            elif self._peers or self._connect():
                 self._serve()
             else:
                 with self._worker.lock:
                     for load in dict.fromkeys(self._queue):
-                        self._worker.end(load, self._trouble)
+                        self._worker.end(load, self._link.error)
         self._hang_up()
 
     def _has_work(self) -> bool:
-        """Wait for a piece to read; False: no more will come."""
+        """Wait for something to do; False: no more will come."""
         with self._worker.lock:
-            self._work.wait_for(lambda: self._queue or self._stopping)
+            self._work.wait_for(lambda: self._queue or self.is_connecting or self._stopping)
             return not self._stopping
 
+    def _greet(self) -> None:
+        if self._peers or not self._connect():
+            with self._worker.lock:
+                self._worker.say_link(self._link)
+        with self._worker.lock:
+            self.is_connecting = False
+            self._worker.changed.notify_all()
+
     def _connect(self) -> bool:
-        """Shake hands with every rank that may be read from; False: see `_trouble`."""
+        """Shake hands with every rank that may be read from; False: see `_link.error`."""
         worker, endpoint = self._worker, self.endpoint
         if worker.clock.now() < self._retry_at_s:
             return False
-        link = KvLink(engine_id=endpoint.engine_id)
+        trouble = ""
         try:
             if problem := check(endpoint.layout, worker.layout):
                 raise TransferError(problem)
@@ -285,24 +297,24 @@ class _Remote:
             for there in sources(endpoint.layout, worker.layout, worker.rank):
                 address = endpoint.addresses[there]
                 self._peers[there] = worker.transport.connect(address, endpoint.engine_id)
-            link = measure_link(
-                endpoint, next(iter(self._peers.values())), worker.memory, worker.transport
-            )
+            peer = next(iter(self._peers.values()))
+            self._link = measure_link(endpoint, peer, worker.memory, worker.transport)
         except TransferError as error:
-            link.error = str(error)
+            trouble = str(error)
         except Exception as error:
             logger.exception("the handshake with engine %s failed", endpoint.engine_id)
-            link.error = f"{type(error).__name__}: {error}"
-        if link.error:
-            self._leave_alone(link.error)
+            trouble = f"{type(error).__name__}: {error}"
+        if trouble:
+            self._leave_alone(trouble)
+            return False
         with worker.lock:
-            worker.say_link(link)
-        return not link.error
+            worker.say_link(self._link)
+        return True
 
     def _leave_alone(self, trouble: str) -> None:
         """Hang up, and do not try again for a while."""
         self._hang_up()
-        self._trouble = trouble
+        self._link = KvLink(engine_id=self.endpoint.engine_id, error=trouble)
         pause_s = min(BACK_OFF_S * 2**self._num_troubles, MAX_BACK_OFF_S)
         self._retry_at_s = self._worker.clock.now() + pause_s
         self._num_troubles += 1

@@ -19,10 +19,12 @@ from twostroke import log
 from twostroke.checkpoint import open_checkpoint
 from twostroke.errors import TwostrokeError
 from twostroke.messages import (
+    NO_TOKENS,
     EngineDead,
     EngineProgress,
     EngineReady,
     StepPlan,
+    StepResult,
     decoder_for,
     encode,
 )
@@ -36,7 +38,8 @@ logger = logging.getLogger("twostroke.worker")
 def serve(launch: WorkerLaunch, plans: ShmReader, results: ShmWriter) -> int:
     """Load the model and run plans until killed; returns only to fail, with the exit code.
 
-    Rank 0 sends what it finds; the others only that they are ready, or why they fail.
+    Rank 0 sends what it finds; the others only that they are ready, what transfers of theirs have
+    ended (where KV is handed over), or why they fail.
     """
     from twostroke.worker.runner import ModelRunner
 
@@ -49,13 +52,14 @@ def serve(launch: WorkerLaunch, plans: ShmReader, results: ShmWriter) -> int:
         config = launch.config
         checkpoint = open_checkpoint(Path(launch.checkpoint), load_format=config.load_format)
         progress = send_progress if reports else None
-        runner = ModelRunner(config, checkpoint, progress, _group(launch))
+        runner = ModelRunner(config, checkpoint, progress, _group(launch), launch.engine_id)
         ready = EngineReady(
             engine=0,
             max_model_len=runner.max_model_len,
             num_blocks=runner.num_blocks,
             block_size=config.block_size,
             facts=runner.facts,
+            kv=runner.endpoint,
         )
         results.put(encode(ready))
         decoder = decoder_for(StepPlan)
@@ -63,6 +67,11 @@ def serve(launch: WorkerLaunch, plans: ShmReader, results: ShmWriter) -> int:
             result = runner.run(decoder.decode(plans.get()))
             if reports:
                 results.put(encode(result))
+            elif runner.endpoint is not None:
+                kv_only = StepResult(
+                    step=result.step, num_sampled=NO_TOKENS, token_ids=NO_TOKENS, kv=result.kv
+                )
+                results.put(encode(kv_only))
     except TwostrokeError as error:
         results.put(encode(EngineDead(str(error))))
         return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)

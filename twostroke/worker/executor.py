@@ -7,12 +7,15 @@ Worker processes are the ranks of a tensor-parallel group, often of one: each ge
 runs its part of the model; rank 0 sends the results.
 
 Both load the model in their constructor, tell of it through `progress`, and then know what was
-found out: `facts`, `num_blocks`, `max_model_len`.
+found out: `facts`, `num_blocks`, `max_model_len`, `endpoint`. Where KV is handed over all ranks
+send results, for each has transfers of its own, and a step is over when it is on all of them: only
+then are the lease words of its plan in place everywhere.
 """
 
 import contextlib
 import os
 import queue
+import secrets
 import select
 import signal
 import subprocess
@@ -26,7 +29,9 @@ import msgspec
 
 from twostroke.checkpoint import Checkpoint
 from twostroke.config import EngineConfig
+from twostroke.connector.transfer import RankReports
 from twostroke.errors import ConfigError, EngineDeadError, ModelError, TwostrokeError
+from twostroke.kv_messages import KvEndpoint
 from twostroke.messages import (
     EngineDead,
     EngineProgress,
@@ -45,8 +50,8 @@ STOP_TIMEOUT_S = 10.0  # at shutdown, for the step that still runs
 
 CAUSE_TIMEOUT_S = 1.0  # after a worker has failed, until the one that is to blame has ended
 
-# What a worker process says. It is ready once, then rank 0 sends a result a plan; EngineDead is its
-# last.
+# What a worker process says. It is ready once, then rank 0 (with hand-offs every rank) sends a
+# result a plan; EngineDead is its last.
 FromWorker = EngineReady | EngineProgress | EngineDead | StepResult
 
 
@@ -64,13 +69,15 @@ RANKS_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 class WorkerLaunch(msgspec.Struct):
     """What `ProcessExecutor` writes to a worker's standard input, as one line of JSON.
 
-    `rendezvous_fd` is a memory file in which the ranks find each other.
+    `rendezvous_fd` is a memory file in which the ranks find each other. `engine_id` is that of the
+    engine's KV endpoint.
     """
 
     config: EngineConfig
     checkpoint: str
     rank: int = 0
     rendezvous_fd: int = -1
+    engine_id: str = ""
 
 
 class Runner(Protocol):
@@ -80,7 +87,10 @@ class Runner(Protocol):
     num_blocks: int
     max_model_len: int
 
+    @property
+    def endpoint(self) -> KvEndpoint | None: ...
     def run(self, plan: StepPlan) -> StepResult: ...
+    def shutdown(self) -> None: ...
 
 
 MakeRunner = Callable[[EngineConfig, Checkpoint, Progress | None], Runner]
@@ -131,6 +141,7 @@ class ThreadExecutor:
         self.facts = runner.facts
         self.num_blocks = runner.num_blocks
         self.max_model_len = runner.max_model_len
+        self.endpoint = runner.endpoint
 
     def _serve(self, runner: Runner) -> None:
         try:
@@ -138,6 +149,8 @@ class ThreadExecutor:
                 self._results.put(runner.run(plan))
         except BaseException as error:
             self._results.put(error)
+        finally:
+            runner.shutdown()
 
     def check_alive(self) -> None:
         """Nothing to find out: what fails, `collect` tells."""
@@ -264,11 +277,17 @@ class ProcessExecutor:
         self._failure: TwostrokeError | None = None
         self._watch: _Watch | None = None
         rendezvous_fd = os.memfd_create("twostroke-ranks") if size > 1 else -1
+        launch = WorkerLaunch(
+            config,
+            str(checkpoint.path),
+            rendezvous_fd=rendezvous_fd,
+            engine_id=secrets.token_hex(8),
+        )
         try:
             for rank in range(size):
-                launch = WorkerLaunch(config, str(checkpoint.path), rank, rendezvous_fd)
+                launch.rank = rank
                 self._workers.append(_Worker(rank, launch, self._plans))
-            ready, *_ = [self._wait_until_ready(worker, progress) for worker in self._workers]
+            readies = [self._wait_until_ready(worker, progress) for worker in self._workers]
         except BaseException:
             self.shutdown()
             raise
@@ -276,9 +295,11 @@ class ProcessExecutor:
             if rendezvous_fd >= 0:
                 os.close(rendezvous_fd)
         self._is_ready = True
-        self.facts = ready.facts
-        self.num_blocks = ready.num_blocks
-        self.max_model_len = ready.max_model_len
+        self.facts = readies[0].facts
+        self.num_blocks = readies[0].num_blocks
+        self.max_model_len = readies[0].max_model_len
+        self.endpoint = _joined_endpoint(readies)
+        self._kv_reports = RankReports(size)
         if on_death is not None:
             self._watch = _Watch([worker.process.pid for worker in self._workers], on_death)
 
@@ -342,9 +363,16 @@ class ProcessExecutor:
             raise RuntimeError("collect() without a step in flight")
         if self._failure is not None:
             raise self._failure
-        message = self._workers[0].receive(self.check_alive)
+        result = self._result_of(self._workers[0])
+        if self.endpoint is not None:
+            others = [self._result_of(worker).kv for worker in self._workers[1:]]
+            result.kv = self._kv_reports.merge([result.kv, *others])
+        self._num_in_flight -= 1
+        return result
+
+    def _result_of(self, worker: _Worker) -> StepResult:
+        message = worker.receive(self.check_alive)
         if isinstance(message, StepResult):
-            self._num_in_flight -= 1
             return message
         raise self._find_failure()
 
@@ -361,6 +389,15 @@ class ProcessExecutor:
             worker.end(timeout_s)
         self._writer.close()
         self._plans.close()
+
+
+def _joined_endpoint(readies: list[EngineReady]) -> KvEndpoint | None:
+    """Where the engine's KV can be read, from what each rank says of its own."""
+    first, *others = [ready.kv for ready in readies]
+    if first is None:
+        return None
+    addresses = [address for kv in (first, *others) if kv is not None for address in kv.addresses]
+    return msgspec.structs.replace(first, addresses=addresses)
 
 
 class _Watch:

@@ -27,7 +27,10 @@ from torch import Tensor
 
 from twostroke.checkpoint import Checkpoint, open_checkpoint
 from twostroke.config import EngineConfig
+from twostroke.connector.base import KvConnectorWorker
+from twostroke.connector.layout import record_of
 from twostroke.kv.sizing import KvLayout
+from twostroke.kv_messages import KvEndpoint, KvReport
 from twostroke.messages import (
     NO_TOKENS,
     Int32s,
@@ -41,7 +44,7 @@ from twostroke.model.llama import DecoderModel
 from twostroke.model.parallel import ALONE, Group
 from twostroke.model.registry import load_model
 from twostroke.shape import ModelShape
-from twostroke.worker import pool
+from twostroke.worker import handoff, pool
 from twostroke.worker.attention import make_attention
 from twostroke.worker.device import DTYPES, choose_device, choose_dtype, estimate_activations
 from twostroke.worker.draft_model import ModelDrafter, check_vocabulary
@@ -57,6 +60,8 @@ Progress = Callable[[str, int, int], None]  # stage, done, total
 # Prompt log-probs need the LM head at every position; this bounds the logits held at once.
 PROMPT_LOGITS_BYTES = 64 << 20
 
+IDLE_WAIT_S = 0.005  # for a transfer, in a step without rows; a request that comes waits as long
+
 
 class ModelRunner:
     """Loads a rank's part of a model, sizes and allocates the KV pool, and runs plans in order.
@@ -71,7 +76,9 @@ class ModelRunner:
         checkpoint: Checkpoint,
         progress: Progress | None = None,
         group: Group = ALONE,
+        engine_id: str = "",
     ) -> None:
+        """All ranks of an engine that hands KV over have the same `engine_id`."""
         shape = checkpoint.shape
         self.group = group
         self.device, device_fact = choose_device(config, group.rank)
@@ -100,7 +107,7 @@ class ModelRunner:
         self.facts: list[Fact] = [device_fact, dtype_fact, weights_fact, *size.facts]
         self.facts += self._parallel_facts()
 
-        self.kv_pool = pool.allocate_pool(size.num_blocks, layout, dtype, self.device)
+        self.kv_pool, self.connector = self._allocate_pool(config, checkpoint, layout, engine_id)
         self.attention = make_attention(
             self.kv_pool, self.model.shard.num_heads, shape.head_dim**-0.5
         )
@@ -162,6 +169,22 @@ class ModelRunner:
             checkpoint, dtype=dtype, device=self.device, seed=config.seed, progress=progress
         )
 
+    def _allocate_pool(
+        self, config: EngineConfig, checkpoint: Checkpoint, layout: KvLayout, engine_id: str
+    ) -> tuple[Tensor, KvConnectorWorker | None]:
+        """The KV pool, and what moves KV between it and those of other engines."""
+        dtype = DTYPES[layout.dtype]
+        if not config.hands_off:
+            return pool.allocate_pool(self.num_blocks, layout, dtype, self.device), None
+        model = handoff.fingerprint(checkpoint, config.seed)
+        record = record_of(layout, self.num_blocks, model)
+        kv_pool, memory = pool.allocate_readable_pool(record, layout, dtype, self.device)
+        engine_id = engine_id or handoff.new_engine_id()
+        connector = handoff.make_connector(config, memory, record, engine_id, self.group.rank)
+        transport = connector.endpoint.transport
+        self.facts.append(("KV hand-off", f"over {transport}", f"engine {engine_id}"))
+        return kv_pool, connector
+
     def _make_drafter(
         self, config: EngineConfig, draft: DecoderModel | None, layout: KvLayout | None
     ) -> Drafter | None:
@@ -215,9 +238,21 @@ class ModelRunner:
         reason = f"{memory.reason}, on each of {self.group.size} ranks"
         return pool.Memory(self.group.minimum(memory.budget_bytes), reason)
 
+    @property
+    def endpoint(self) -> KvEndpoint | None:
+        """Where other engines can read this rank's KV; None: nowhere."""
+        return self.connector.endpoint if self.connector is not None else None
+
+    def shutdown(self) -> None:
+        """End what runs beside the steps. Idempotent."""
+        if self.connector is not None:
+            self.connector.shutdown()
+
     def run(self, plan: StepPlan) -> StepResult:
         """Run one step. Raises PlanError for a plan that contradicts the ones before."""
         started_s = time.monotonic()
+        if self.connector is not None and plan.kv is not None:
+            self.connector.apply(plan.kv)
         self.seats.apply(plan)
         if self.group.rank == 0:
             self.sampler.vacate(plan.freed_slots)
@@ -233,7 +268,17 @@ class ModelRunner:
         if len(plan.slots):
             self._run_rows(plan, result)
         result.started_s, result.ended_s = started_s, time.monotonic()
+        if self.connector is not None:
+            result.kv = self._report_transfers(self.connector, is_idle=not len(plan.slots))
         return result
+
+    def _report_transfers(self, connector: KvConnectorWorker, *, is_idle: bool) -> KvReport | None:
+        if self.device.type == "cuda":
+            # What this step computed may be read as soon as its result is known.
+            torch.cuda.current_stream(self.device).synchronize()
+        if is_idle:  # only transfers are under way: their end is all that there is to do
+            connector.wait(IDLE_WAIT_S)
+        return connector.report()
 
     def _in_prompt(self, seat: int) -> bool:
         return bool(self.seats.num_tokens[seat] == self.seats.num_prompt_tokens[seat])

@@ -37,6 +37,7 @@ class CountingRunner:
     facts = (("Device", "none", "a test"),)
     num_blocks = 7
     max_model_len = 100
+    endpoint = None
 
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, progress: Progress | None
@@ -48,6 +49,9 @@ class CountingRunner:
         if plan.step == 3:
             raise ZeroDivisionError("step 3")
         return StepResult(step=plan.step, num_sampled=NO_TOKENS, token_ids=NO_TOKENS)
+
+    def shutdown(self) -> None:
+        pass
 
 
 def start(make_runner=CountingRunner, **kwargs) -> ThreadExecutor:

@@ -1,0 +1,91 @@
+"""A rank's part in hand-offs between engines, made as the settings want it: memory that others can
+read, and the worker's half of the connector.
+"""
+
+import hashlib
+import os
+import secrets
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.checkpoint import Checkpoint
+from twostroke.config import EngineConfig
+from twostroke.connector.base import KvConnectorWorker, KvMemory, Transport
+from twostroke.connector.layout import pool_bytes
+from twostroke.connector.links import SCRATCH_BYTES
+from twostroke.connector.transfer import TransferWorker
+from twostroke.errors import ConfigError
+from twostroke.kv_messages import TRANSFER_ID_BYTES, KvLayoutRecord
+
+_HASHED_BYTES = 1 << 20  # at either end of a file of weights
+
+
+def new_engine_id() -> str:
+    """An id for one start of an engine; all its ranks go by it."""
+    return secrets.token_hex(8)
+
+
+def fingerprint(checkpoint: Checkpoint, seed: int) -> str:
+    """Equal for models with the same KV, as far as can be said without reading all weights.
+
+    `seed` is that of dummy weights.
+    """
+    digest = hashlib.blake2b(repr(checkpoint.shape).encode(), digest_size=16)
+    if checkpoint.format == "dummy":
+        digest.update(f"dummy {seed}".encode())
+        return digest.hexdigest()
+    path = checkpoint.path
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        with file.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            digest.update(size.to_bytes(8))
+            for start in (0, max(0, size - _HASHED_BYTES)):
+                stream.seek(start)
+                digest.update(stream.read(_HASHED_BYTES))
+    return digest.hexdigest()
+
+
+def allocate_memory(record: KvLayoutRecord, device: torch.device) -> tuple[KvMemory, Tensor]:
+    """A rank's pool, zeroed, as bytes, and what a transport needs to know of it.
+
+    On a CPU it lies in a memory file, whose descriptor is the caller's to close. OSError or
+    torch.OutOfMemoryError when the device refuses that much.
+    """
+    if device.type == "cpu":
+        from twostroke.connector.shm import shared_memory
+
+        memory, pool = shared_memory(record)
+        return memory, torch.from_numpy(pool)
+    size = pool_bytes(record)
+    whole = torch.zeros(size + SCRATCH_BYTES, dtype=torch.uint8, device=device)
+    memory = KvMemory(
+        address=whole.data_ptr(),
+        pool_bytes=size,
+        scratch_bytes=SCRATCH_BYTES,
+        leases=np.zeros((record.num_blocks, TRANSFER_ID_BYTES), np.uint8),
+        device=str(device),
+    )
+    return memory, whole[:size]
+
+
+def make_connector(
+    config: EngineConfig, memory: KvMemory, record: KvLayoutRecord, engine_id: str, rank: int
+) -> KvConnectorWorker:
+    """The worker's half for one rank; takes `memory.fd` over. ConfigError if it cannot work."""
+    try:
+        return TransferWorker(
+            _transport(config, memory.device), memory, record, engine_id=engine_id, rank=rank
+        )
+    finally:
+        if memory.fd >= 0:
+            os.close(memory.fd)
+
+
+def _transport(config: EngineConfig, device: str) -> Transport:
+    if device != "cpu":
+        raise ConfigError(f"--kv-transport {config.kv_transport} cannot read memory of {device}")
+    from twostroke.connector.shm import ShmTransport
+
+    return ShmTransport()
