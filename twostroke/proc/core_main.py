@@ -358,6 +358,7 @@ def start_executor(
         num_blocks=executor.num_blocks,
         block_size=config.block_size,
         facts=executor.facts,
+        kv=executor.endpoint,
     )
     return executor, ready
 
