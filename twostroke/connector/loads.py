@@ -323,7 +323,10 @@ class Loads:
         self._connecting.discard(link.engine_id)
         if not link.error and link.bytes_per_s > 0:
             self._links[link.engine_id] = LinkCost(
-                base_s=link.base_s, message_s=link.message_s, bytes_per_s=link.bytes_per_s
+                base_s=link.base_s,
+                message_s=link.message_s,
+                bytes_per_s=link.bytes_per_s,
+                pipelined=link.pipelined,
             )
         self._outbox.outputs.links.append(link)
 
