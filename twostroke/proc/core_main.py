@@ -180,7 +180,11 @@ class CoreProcess:
         if self.tracer:
             self.tracer.span("main", f"wait for {result.step}", wait_s, start_s)
             self.tracer.span("main", f"finish {result.step}", start_s, time.monotonic())
-            self.tracer.span("worker", f"step {result.step}", result.started_s, result.ended_s)
+            done = msgspec.structs.asdict(outputs.step) if outputs.step is not None else {}
+            done.pop("seconds", None)
+            self.tracer.span(
+                "worker", f"step {result.step}", result.started_s, result.ended_s, **done
+            )
 
     def _take_inbox(self, *, wait: bool) -> None:
         """Apply every message that is there; with `wait`, block for the first, or a deadline."""

@@ -67,7 +67,7 @@ def test_any_sums_make_a_batch(n: int, rows: int, context: int, attended: float)
 
 @needs_package
 def test_answers_of_the_package() -> None:
-    """62.8 ms for 8k of prefill, 28.1 ms for 288 decodes on 8.7k: its own calls for whole batches."""
+    """8k of prefill and 288 decodes on 8.7k: what its own calls for whole batches say."""
     tp8 = Parallel(tensor_parallel_size=8)
     cost = AicStepCost("Qwen/Qwen3-30B-A3B", "H100", tp8, sparse=True)
     prefill = cost.step_s(StepWork(8192, 1, 1, 0, 8192**2 / 2))

@@ -1,0 +1,58 @@
+"""Steps come back out of a trace, cut short or mixed with other events, or it is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from twostroke import trace
+from twostroke.errors import ConfigError
+from twostroke.trace import Tracer
+from twostroke.trace_steps import read_steps
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Steps of an engine, one of them without rows, among other spans."""
+    path = tmp_path / "trace.json"
+    trace.begin(path)
+    core = Tracer(path, "engine core 3")
+    core.span("main", "plan 1", 0.5, 0.6, requests=1, tokens=9)
+    work = {"num_tokens": 9, "num_rows": 2, "num_sampled": 1}
+    work |= {"context_tokens": 40, "attended_tokens": 123}
+    core.span("worker", "step 2", 2.0, 2.25, **work)
+    core.span("worker", "step 1", 1.0, 1.5, **work)
+    core.span("worker", "step 3", 3.0, 3.1)
+    core.flush()
+    return path
+
+
+def test_steps_of_a_trace_that_is_cut_short(path: Path) -> None:
+    first, second = read_steps(path)
+    assert (first.engine, first.start_s, first.end_s) == (3, 1.0, 1.5)
+    assert (second.start_s, second.end_s) == (2.0, 2.25)
+    assert second.sample.attended_tokens == 123
+    assert second.sample.seconds == pytest.approx(0.25)
+    with path.open("a") as file:
+        file.write('{"pid": 1, "name": "step 4", "ts"')
+    assert len(read_steps(path)) == 2
+
+
+def test_steps_of_a_finished_trace(path: Path) -> None:
+    trace.finish(path)
+    assert len(read_steps(path)) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[\n", '{"pid": []}\n[1]\n{"args": 3, "name": "step 1"}\n'])
+def test_what_holds_no_step(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="no step"):
+        read_steps(path)
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_steps(tmp_path / "none.json")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_steps(tmp_path / "binary")

@@ -1,0 +1,97 @@
+"""Reads the steps back out of a Chrome trace that `serve --trace` wrote (see `trace.py`)."""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twostroke.errors import ConfigError
+from twostroke.messages import StepSample
+
+_WORK = ("num_tokens", "num_rows", "num_sampled", "context_tokens", "attended_tokens")
+_ENGINE = re.compile(r"engine core (\d+)")
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step of an engine that ran rows, on the monotonic clock."""
+
+    engine: int
+    start_s: float
+    end_s: float
+    sample: StepSample
+
+
+def read_steps(path: Path) -> list[TracedStep]:
+    """All steps that ran rows, by their start. Reads a trace that was cut short too.
+
+    Raises ConfigError when the file cannot be read, or holds no step with its work.
+    """
+    try:
+        with path.open() as file:
+            events = list(_events(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the trace {path}: {error}") from None
+    engines: dict[int, int] = {}
+    for event in events:
+        match = _ENGINE.fullmatch(str(_arguments(event).get("name")))
+        if event.get("name") == "process_name" and match:
+            engines[_pid(event)] = int(match[1])
+    steps = [
+        step
+        for event in events
+        if _pid(event) in engines and (step := _step(event, engines[_pid(event)]))
+    ]
+    if not steps:
+        raise ConfigError(
+            f"{path} holds no step with what it did", hint="record one: twostroke serve --trace"
+        )
+    return sorted(steps, key=lambda step: step.start_s)
+
+
+def _events(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
+    """The writer puts one event on each line, so a line is whole or the last."""
+    for line in lines:
+        text = line.strip().rstrip(",")
+        if not text.startswith("{"):
+            continue
+        try:
+            event = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            yield event
+
+
+def _pid(event: dict[str, Any]) -> int:
+    pid = event.get("pid")
+    return pid if isinstance(pid, int) else -1
+
+
+def _arguments(event: dict[str, Any]) -> dict[str, Any]:
+    arguments = event.get("args")
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _step(event: dict[str, Any], engine: int) -> TracedStep | None:
+    arguments, name = _arguments(event), event.get("name")
+    if not (isinstance(name, str) and name.startswith("step ")):
+        return None
+    try:
+        work = [int(arguments[key]) for key in _WORK]
+        start_s, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
+    except (KeyError, TypeError, ValueError):  # a step without rows says nothing of its work
+        return None
+    if work[0] <= 0 or seconds <= 0:
+        return None
+    sample = StepSample(
+        num_tokens=work[0],
+        num_rows=work[1],
+        num_sampled=work[2],
+        context_tokens=work[3],
+        attended_tokens=work[4],
+        seconds=seconds,
+    )
+    return TracedStep(engine, start_s, start_s + seconds, sample)
