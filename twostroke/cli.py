@@ -14,6 +14,7 @@ from twostroke import __version__
 from twostroke.cli_bench import bench_app
 from twostroke.cli_chat import API_KEY, URL, chat
 from twostroke.cli_flags import ENGINE_ONLY, EngineFlags, with_engine_flags
+from twostroke.cli_profile import profile
 from twostroke.config import SECRET_FIELDS
 from twostroke.errors import ConfigError, ModelError, TwostrokeError
 
@@ -74,6 +75,7 @@ def serve(flags: EngineFlags) -> None:
 
 
 app.command()(chat)
+app.command()(profile)
 app.add_typer(bench_app, name="bench")
 
 

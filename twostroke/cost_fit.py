@@ -118,6 +118,17 @@ def shares_of(samples: Sequence[StepSample]) -> tuple[Float64s, Float64s]:
     return table[:, :NUM_SHARES], table[:, NUM_SHARES]
 
 
+def work_of(sample: StepSample) -> StepWork:
+    """What a measured step did."""
+    return StepWork(
+        sample.num_tokens,
+        sample.num_rows,
+        sample.num_sampled,
+        sample.context_tokens,
+        sample.attended_tokens,
+    )
+
+
 def fit_step_cost(samples: Sequence[StepSample]) -> tuple[LinearStepCost, FitError]:
     """The step cost that fits best, and how far it is off.
 
@@ -224,7 +235,7 @@ class OnlineFit:
             return
         measured = expected = float(seconds[0])
         if self._cost is not None:
-            expected = self._cost.step_s(StepWork(*(float(share) for share in shares[0, 1:])))
+            expected = self._cost.step_s(work_of(sample))
             error = abs(expected - measured) / measured
             self._errors = self._errors * self._fade + min(error, 1.0)
             self._tested = self._tested * self._fade + 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from twostroke.config import cache_dir
-from twostroke.cost import HostCost, LinearStepCost, LinkCost
+from twostroke.cost import HostCost, LinearStepCost, LinkCost, check_numbers
 from twostroke.cost_fit import FitError
 from twostroke.errors import ConfigError
 
@@ -18,19 +18,35 @@ PROFILE_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
+class DevicePeaks:
+    """What a device reached in plain products and copies: a row of hardware, measured."""
+
+    bf16_flops: float
+    memory_bytes_per_s: float
+    memory_bytes: int
+
+    def __post_init__(self) -> None:
+        check_numbers("device peak", *(self.bf16_flops, self.memory_bytes_per_s), least=1.0)
+        check_numbers("device peak", self.memory_bytes, least=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """What was measured of one model on one device; a file of it is JSON.
 
     `settings` are those that the figures hold for, by name: tensor_parallel_size, dtype, threads.
+    `held_out` is the error on a load that the fit has not seen.
     """
 
     model: str
     device: str
     step: LinearStepCost
     step_error: FitError
+    held_out: FitError | None = None
     host: HostCost = HostCost()
     link: LinkCost | None = None
     link_error: FitError | None = None
+    peaks: DevicePeaks | None = None
     settings: dict[str, str] = field(default_factory=dict)
     version: int = PROFILE_VERSION
 

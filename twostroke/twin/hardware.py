@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from twostroke.cost_profile import Profile
 from twostroke.errors import ConfigError
 
 GIB = 1 << 30
@@ -215,6 +216,39 @@ def find_gpu(name: str) -> Hardware:
     close = get_close_matches(plain, known, 1)
     meant = f"did you mean {known[close[0]]}? " if close else ""
     raise ConfigError(f"--gpu is {name!r}", hint=f"{meant}known: {', '.join(GPUS)}")
+
+
+def of_profile(profile: Profile) -> Hardware:
+    """The row of the device that a profile was measured on, for other models on it.
+
+    Peaks are what plain products and copies reached, so kernels are given all of them but in
+    attention, which was not measured: half. Links are taken as fast as memory. Raises ConfigError
+    for a profile without peaks.
+    """
+    peaks = profile.peaks
+    if peaks is None:
+        raise ConfigError(
+            f"the profile of {profile.device} has no peaks of the device",
+            hint="measure it here: twostroke profile",
+        )
+    return Hardware(
+        name=profile.device,
+        bf16_flops=peaks.bf16_flops,
+        memory_bytes=peaks.memory_bytes,
+        memory_bytes_per_s=peaks.memory_bytes_per_s,
+        peer_bytes_per_s=peaks.memory_bytes_per_s,
+        pcie_bytes_per_s=peaks.memory_bytes_per_s,
+        devices_per_node=1,
+        memory_share=1.0,
+        gemm_share=1.0,
+        attention_share=0.5,
+        expert_memory_share=1.0,
+        expert_gemm_share=1.0,
+        layer_s=30e-6,
+        reduce_s=30e-6,
+        reduce_share=1.0,
+        source="measured here by twostroke profile",
+    )
 
 
 def _plain(name: str) -> str:

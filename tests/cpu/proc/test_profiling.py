@@ -1,0 +1,67 @@
+"""`twostroke profile` around a real server with a tiny model; the grid; what cannot be measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from twostroke.cli import app
+from twostroke.config import resolve
+from twostroke.cost_profile import Profile
+from twostroke.errors import EngineDeadError
+from twostroke.proc.profiling import OUTPUT_TOKENS, Limits, Server, grid
+from twostroke.twin.hardware import of_profile
+
+LIMITS = Limits(max_tokens=512, max_num_seqs=6, num_kv_tokens=1024, vocab_size=300)
+
+
+def test_the_grid_stays_within_limits_and_grows() -> None:
+    waves = list(grid(LIMITS))
+    assert waves[0] == (1, 4)
+    assert {count for count, _ in waves} == {1, 2, 4, 6}
+    assert max(length for _, length in waves) == 256
+    assert all(count * (length + OUTPUT_TOKENS) <= 1024 for count, length in waves)
+
+
+def test_profile_measures_a_server(tiny_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    flags = ("--max-num-seqs", "4", "--max-model-len", "256", "--num-gpu-blocks-override", "129")
+    result = CliRunner().invoke(
+        app, ["profile", str(tiny_dir), *flags, "--seconds", "5", "--out", str(out)]
+    )
+    assert result.exit_code == 0, result.output
+    assert "a step" in result.output
+    assert "error on a load that was not fitted to" in result.output
+    profile = Profile.load(out)
+    assert profile.step_error.num_samples > 50
+    assert profile.held_out is not None
+    assert 0 < profile.host.ingress_s < 1
+    assert 0 < profile.host.egress_s < 1
+    assert profile.settings["tensor_parallel_size"] == "1"
+    assert of_profile(profile).memory_bytes_per_s > 1e8
+    assert of_profile(profile).bf16_flops > 1e9
+
+
+def test_profile_reads_a_trace(tiny_dir: Path, tmp_path: Path) -> None:
+    config, _ = resolve({"model": str(tiny_dir), "max_num_seqs": 2, "max_model_len": 256})
+    with Server(config, tmp_path) as server:
+        import httpx
+
+        body = {"prompt": [65] * 20, "max_tokens": 40, "ignore_eos": True}
+        assert httpx.post(server.url + "/v1/completions", json=body).is_success
+    steps = server.steps()
+    assert steps[0].sample.num_tokens == 20
+    assert len(steps) == 40
+    out = tmp_path / "profile.json"
+    result = CliRunner().invoke(
+        app, ["profile", "--from", str(server.trace), "--json", "--out", str(out)]
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["step_error"]["num_samples"] == 40
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    config, _ = resolve({"model": str(tmp_path / "none")})
+    with pytest.raises(EngineDeadError, match=r"did not start.*does not exist"):
+        Server(config, tmp_path).__enter__()

@@ -1,0 +1,78 @@
+"""From steps on a clock and clients' times back to what they were made of."""
+
+import random
+
+import pytest
+
+from twostroke.cost import HostCost, LinearStepCost
+from twostroke.cost_fit import work_of
+from twostroke.cost_host import Wave, error_on, fit_costs
+from twostroke.messages import StepSample
+from twostroke.trace_steps import TracedStep
+
+COST = LinearStepCost(base_s=5e-3, token_s=2e-5, row_s=1e-4, context_s=1e-7)
+HOST = HostCost(
+    gap_s=2e-4,
+    gap_row_s=1e-5,
+    ingress_s=3e-3,
+    ingress_token_s=2e-6,
+    egress_s=1e-3,
+    egress_row_s=5e-5,
+)
+
+
+def run_waves(engine: int, seed: int, start_s: float, slow: float = 1.0) -> tuple[list, list]:
+    """A grid of waves on one engine: a prefill, then eleven decodes, one wave after the other."""
+    draw, now = random.Random(seed), start_s
+    steps, waves = [], []
+    for count in (1, 1, 2, 8, 1, 32, 16, 1, 4, 1) * 3:
+        length = draw.choice([16, 64, 256, 1024])
+        sent_s = now
+        now += HOST.ingress_s + HOST.ingress_token_s * length
+        context = 0
+        for i in range(12):
+            tokens = count * (length if i == 0 else 1)
+            attended = count * length**2 // 2 if i == 0 else context
+            sample = StepSample(tokens, count, count, context, attended, 1.0)
+            sample.seconds = COST.step_s(work_of(sample)) * slow
+            steps.append(TracedStep(engine, now, now + sample.seconds, sample))
+            now += sample.seconds + HOST.gap_s + HOST.gap_row_s * count
+            context += tokens
+        ended_s = steps[-1].end_s + HOST.egress_s + HOST.egress_row_s * count
+        waves.append(Wave(count, length, sent_s, ended_s))
+        now = ended_s + 0.01
+    return steps, waves
+
+
+def test_what_was_put_in_comes_out() -> None:
+    steps, waves = run_waves(0, 1, 100.0)
+    cost, host, error = fit_costs(steps, waves)
+    assert error.p90 < 1e-3
+    assert cost.base_s == pytest.approx(COST.base_s, rel=0.01)
+    assert host.gap_s == pytest.approx(HOST.gap_s, rel=0.02)
+    assert host.gap_row_s == pytest.approx(HOST.gap_row_s, rel=0.02)
+    assert host.ingress_s == pytest.approx(HOST.ingress_s, rel=0.02)
+    assert host.ingress_token_s == pytest.approx(HOST.ingress_token_s, rel=0.05)
+    assert host.egress_s == pytest.approx(HOST.egress_s, rel=0.02)
+    assert host.egress_row_s == pytest.approx(HOST.egress_row_s, rel=0.05)
+    assert host.slowdown == (1.0,)
+
+
+def test_engines_that_slow_each_other_down() -> None:
+    """One engine alone first; then two at once, each 1.6 times slower."""
+    alone, waves = run_waves(0, 1, 0.0)
+    later = alone[-1].end_s + 1
+    both = run_waves(0, 2, later, slow=1.6)[0] + run_waves(1, 2, later, slow=1.6)[0]
+    steps = sorted([*alone, *both], key=lambda step: step.start_s)
+    cost, host, _ = fit_costs(steps, waves)
+    assert cost.base_s == pytest.approx(COST.base_s, rel=0.02)
+    assert host.slowdown == pytest.approx((1.0, 1.6), rel=0.05)
+    assert error_on(cost, host, steps).median < 0.02
+
+
+def test_steps_without_clients() -> None:
+    steps, _ = run_waves(0, 3, 0.0)
+    _, host, _ = fit_costs(steps, [])
+    assert host.ingress_s == host.egress_s == 0.0
+    with pytest.raises(ValueError, match="no step"):
+        fit_costs([], [])

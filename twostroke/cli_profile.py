@@ -1,0 +1,148 @@
+"""`twostroke profile`: what a step costs here, measured or read from what was recorded."""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from twostroke.cli_flags import ENGINE_ONLY, EngineFlags, with_engine_flags
+from twostroke.errors import ConfigError
+
+if TYPE_CHECKING:
+    from twostroke.config import EngineConfig
+    from twostroke.cost_profile import Profile
+
+# What decides how long a step takes, of all the settings.
+_DECIDING = (
+    "dtype",
+    "device",
+    "cpu_threads",
+    "tensor_parallel_size",
+    "data_parallel_size",
+    "prefill",
+    "decode",
+    "max_num_batched_tokens",
+    "async_scheduling",
+)
+
+
+@with_engine_flags(without=ENGINE_ONLY)
+def profile(
+    flags: EngineFlags,
+    seconds: Annotated[
+        float, typer.Option(help="how long to measure, beside starting", min=5.0)
+    ] = 60.0,
+    recorded: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from", help="traces of serve --trace, to read in place of measuring; repeatable"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="file to write; default: in the cache, by model and device")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="the profile alone, as JSON")] = False,
+) -> None:
+    """Measure what a step costs, and what the processes around it add; write a profile.
+
+    Starts the server that `serve` would with the same flags, sends it prompts of many sizes, fits,
+    and checks the fit on a load of another kind. `serve` with --pd-policy cost, `plan` and
+    `twin --profile` read the file.
+    """
+    settings, _ = flags.resolve()
+    found = _read(settings, recorded) if recorded else _measure(settings, seconds, show=not json)
+    from twostroke.cost_profile import default_path
+
+    path = out or default_path(found.model, found.device)
+    found.save(path)
+    if json:
+        print(path.read_text())
+    else:
+        print(_summary(found))
+        print(f"saved to {path}")
+
+
+def _measure(settings: "EngineConfig", seconds: float, *, show: bool) -> "Profile":
+    from twostroke.checkpoint import resolve
+    from twostroke.cost_host import error_on, fit_costs
+    from twostroke.cost_profile import Profile
+    from twostroke.proc.bars import StageBars
+    from twostroke.proc.profiling import device_name, device_peaks, measure
+
+    with StageBars() as bars:
+        checkpoint = resolve(settings, bars.show)
+    with _progress_bar(show) as bar:
+        task = bar.add_task("measuring", total=1.0)
+        steps, waves, held_out = measure(
+            settings,
+            seconds=seconds,
+            on_progress=lambda share: bar.update(task, completed=share),
+        )
+        peaks = device_peaks()
+    cost, host, error = fit_costs(steps, waves)
+    return Profile(
+        model=checkpoint.served_name,
+        device=device_name(),
+        step=cost,
+        step_error=error,
+        held_out=error_on(cost, host, held_out) if held_out else None,
+        host=host,
+        peaks=peaks,
+        settings={name: str(getattr(settings, name)) for name in _DECIDING},
+    )
+
+
+def _read(settings: "EngineConfig", paths: list[Path]) -> "Profile":
+    """Fit to what was recorded: no client's times are known, so ingress and egress are 0."""
+    from twostroke.cost_host import fit_costs
+    from twostroke.cost_profile import Profile
+    from twostroke.trace_steps import read_steps
+
+    steps = [step for path in paths for step in read_steps(path)]
+    try:
+        cost, host, error = fit_costs(steps, [])
+    except ValueError as problem:
+        raise ConfigError(f"{paths[0]}: {problem}") from None
+    return Profile(
+        model=settings.served_model_name or settings.model or "recorded",
+        device=paths[0].stem,
+        step=cost,
+        step_error=error,
+        host=host,
+        settings={"recorded": ", ".join(map(str, paths))},
+    )
+
+
+def _summary(found: "Profile") -> str:
+    """One line a share, then how far off it all is."""
+    step, host = found.step, found.host
+    rows = [
+        ("a step", step.base_s * 1e3, "ms"),
+        ("each token", step.token_s * 1e6, "us"),
+        *((f"each token beyond {knee:.0f}", more * 1e6, "us") for knee, more in step.knees),
+        ("each row", step.row_s * 1e6, "us"),
+        ("each row that samples", step.sampled_s * 1e6, "us"),
+        ("1,000 tokens of context", step.context_s * 1e9, "us"),
+        ("1,000,000 query-key pairs", step.attended_s * 1e12, "us"),
+        ("between two steps", host.gap_s * 1e6, "us"),
+        ("client to engine", host.ingress_s * 1e3, "ms"),
+        ("engine to client", host.egress_s * 1e3, "ms"),
+    ]
+    lines = [f"{found.model} on {found.device}"]
+    lines += [f"  {name:28}{value:12.2f} {unit}" for name, value, unit in rows if value]
+    if len(host.slowdown) > 1:
+        factors = ", ".join(f"{factor:.2f}" for factor in host.slowdown)
+        lines.append(f"  steps while 1, 2, ... engines compute take {factors} times as long")
+    lines.append(f"error: {found.step_error}")
+    if found.held_out is not None:
+        lines.append(f"error on a load that was not fitted to: {found.held_out}")
+    return "\n".join(lines)
+
+
+def _progress_bar(show: bool) -> AbstractContextManager[Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not show)

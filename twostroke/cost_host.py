@@ -1,0 +1,176 @@
+"""What the processes around the devices add, from steps on a common clock and what clients saw.
+
+    client  sent ────────ingress────────▶ first step        last step ──egress──▶ last piece
+    device  step ──gap── step ──gap── step         slowdown: steps while other engines compute too
+
+All times are of the host's monotonic clock, so those of different processes can be compared.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from twostroke.cost import HostCost, LinearStepCost
+from twostroke.cost_fit import FitError, fit_step_cost, robust_fit, work_of
+from twostroke.trace_steps import TracedStep
+
+ALONE = 0.02  # a step counts as alone when others compute for at most this share of it
+TOGETHER = 0.5  # least share that says something of the slowdown
+MOST_GAP_S = 0.1  # longer waits between two steps are no overhead, but something that happened
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Requests that were sent at the same moment to idle engines, and when answers came."""
+
+    num_requests: int
+    prompt_tokens: int  # of each
+    sent_s: float
+    ended_s: float  # the last piece of the last answer
+
+
+def fit_costs(
+    steps: Sequence[TracedStep], waves: Sequence[Wave]
+) -> tuple[LinearStepCost, HostCost, FitError]:
+    """The cost of a step alone, what is around it, and the error of both together on all steps.
+
+    Raises ValueError when no step says anything.
+    """
+    busy = _overlaps(steps)
+    alone = [step.sample for step, others in zip(steps, busy, strict=True) if others <= ALONE]
+    cost, _ = fit_step_cost(alone or [step.sample for step in steps])
+    slowdown = _slowdowns(steps, busy, cost)
+    gap_s, gap_row_s = _gaps(steps)
+    ingress_s, ingress_token_s = _ingress(steps, waves)
+    egress_s, egress_row_s = _egress(steps, waves)
+    host = HostCost(
+        gap_s=gap_s,
+        gap_row_s=gap_row_s,
+        ingress_s=ingress_s,
+        ingress_token_s=ingress_token_s,
+        egress_s=egress_s,
+        egress_row_s=egress_row_s,
+        slowdown=slowdown,
+    )
+    return cost, host, error_on(cost, host, steps)
+
+
+def error_on(cost: LinearStepCost, host: HostCost, steps: Sequence[TracedStep]) -> FitError:
+    """How far off the cost is on these steps, slowed down for the time that others compute."""
+    predicted = []
+    for step, others in zip(steps, _overlaps(steps), strict=True):
+        alone_s = cost.step_s(work_of(step.sample))
+        predicted.append(_slowed(alone_s, others, host.slowdown))
+    return FitError.of(predicted, [step.sample.seconds for step in steps])
+
+
+def _slowed(alone_s: float, others: float, slowdown: Sequence[float]) -> float:
+    """A step while `others` engines compute in the mean; in proportion between whole numbers."""
+    known = np.arange(len(slowdown))
+    return alone_s * float(np.interp(others, known, slowdown))
+
+
+def _overlaps(steps: Sequence[TracedStep]) -> list[float]:
+    """For each step, how many other engines compute meanwhile, in the mean."""
+    by_engine: dict[int, list[TracedStep]] = defaultdict(list)
+    for step in steps:
+        by_engine[step.engine].append(step)
+    busy: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+    for engine, own in by_engine.items():
+        starts = np.array([step.start_s for step in own])
+        ends = np.array([step.end_s for step in own])
+        busy[engine] = starts, ends, np.concatenate(([0.0], np.cumsum(ends - starts)))
+    shares = []
+    for step in steps:
+        seconds = sum(
+            _busy_until(times, step.end_s) - _busy_until(times, step.start_s)
+            for engine, times in busy.items()
+            if engine != step.engine
+        )
+        shares.append(seconds / (step.end_s - step.start_s))
+    return shares
+
+
+def _busy_until(times: tuple[np.ndarray, np.ndarray, np.ndarray], time_s: float) -> float:
+    """Seconds that an engine has computed up to `time_s`."""
+    starts, ends, summed = times
+    done = int(np.searchsorted(ends, time_s, side="right"))
+    under_way = max(0.0, time_s - starts[done]) if done < len(starts) else 0.0
+    return float(summed[done]) + under_way
+
+
+def _slowdowns(
+    steps: Sequence[TracedStep], busy: Sequence[float], cost: LinearStepCost
+) -> tuple[float, ...]:
+    """[engines that compute - 1] How many times longer steps take, from the mean of many.
+
+    With n engines the slowdown while m compute is taken as linear in m: least squares through
+    (0 others, 1).
+    """
+    num_engines = len({step.engine for step in steps})
+    pairs = [
+        (others, step.sample.seconds / cost.step_s(work_of(step.sample)) - 1)
+        for step, others in zip(steps, busy, strict=True)
+        if others >= TOGETHER
+    ]
+    if num_engines < 2 or len(pairs) < 8:
+        return (1.0,)
+    others, excess = np.array(pairs).T
+    slope = max(0.0, float(np.median(excess / others)))
+    return tuple(1.0 + slope * count for count in range(num_engines))
+
+
+def _gaps(steps: Sequence[TracedStep]) -> tuple[float, float]:
+    """Seconds from a step to the next, and for each row: where the next only decodes on.
+
+    Only there it is known that the next step could have followed at once.
+    """
+    by_engine: dict[int, list[TracedStep]] = defaultdict(list)
+    for step in steps:
+        by_engine[step.engine].append(step)
+    gaps = []
+    for own in by_engine.values():
+        for before, after in pairwise(own):
+            goes_on = after.sample.context_tokens == (
+                before.sample.context_tokens + before.sample.num_tokens
+            )
+            gap_s = after.start_s - before.end_s
+            if goes_on and before.sample.num_rows == after.sample.num_rows and gap_s < MOST_GAP_S:
+                gaps.append((after.sample.num_rows, max(gap_s, 1e-7)))
+    return _line(gaps)
+
+
+def _ingress(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float, float]:
+    """Seconds from sending a lone request to its first step, and for each token of its prompt."""
+    starts = np.array([step.start_s for step in steps])
+    seen = []
+    for wave in waves:
+        first = int(np.searchsorted(starts, wave.sent_s))
+        if wave.num_requests == 1 and first < len(starts) and starts[first] < wave.ended_s:
+            seen.append((wave.prompt_tokens, float(starts[first]) - wave.sent_s))
+    return _line(seen)
+
+
+def _egress(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float, float]:
+    """Seconds from a step's end until the client has the last of its tokens, and for each row."""
+    by_end = sorted(steps, key=lambda step: step.end_s)
+    ends = np.array([step.end_s for step in by_end])
+    seen = []
+    for wave in waves:
+        last = int(np.searchsorted(ends, wave.ended_s, side="right")) - 1
+        if last >= 0 and ends[last] > wave.sent_s:
+            rows = by_end[last].sample.num_sampled
+            seen.append((rows, wave.ended_s - float(ends[last])))
+    return _line(seen)
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(constant, slope), neither negative, through points (x, y)."""
+    if not points:
+        return 0.0, 0.0
+    x, y = np.array(points, np.float64).T
+    (constant, slope), _ = robust_fit(np.column_stack([np.ones(len(x)), x]), np.maximum(y, 1e-7))
+    return float(constant), float(slope)

@@ -1,0 +1,311 @@
+"""`twostroke profile`: runs a server over a grid of prompts and measures what everything costs.
+
+    for each wave    send n prompts of the same length at once over HTTP, wait for all answers
+    then             stop the server, read its trace: each step's work and time, on the clock that
+                     our own times are on; fit
+
+The server is the one that `serve` starts with the same flags, because what runs beside an engine
+is part of what a step costs: on a CPU they share cores. It answers this process, which therefore
+does what a load generator does.
+"""
+
+import asyncio
+import dataclasses
+import json
+import os
+import platform
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from twostroke.bench import load
+from twostroke.bench.load import Target
+from twostroke.bench.workload import FIRST_TOKEN_ID, Prompt
+from twostroke.config import EngineConfig
+from twostroke.cost_host import Wave
+from twostroke.cost_profile import DevicePeaks
+from twostroke.errors import EngineDeadError, TwostrokeError
+from twostroke.trace_steps import TracedStep, read_steps
+
+START_S = 600.0
+STOP_S = 60.0
+OUTPUT_TOKENS = 12  # of each answer: some steps in which all decode
+WAVE_SHARE = 0.25  # most of the time budget that one wave may take
+
+
+class Server:
+    """A `twostroke serve` with these settings in processes of its own, tracing itself.
+
+    Used as a context; `steps` reads the trace once it has stopped. Raises EngineDeadError, with
+    what the server printed last, when it does not start.
+    """
+
+    def __init__(self, config: EngineConfig, directory: Path) -> None:
+        self.trace = directory / "trace.json"
+        settings = dataclasses.replace(
+            config, host="127.0.0.1", port=0, trace=str(self.trace), api_key=""
+        )
+        path = directory / "settings.toml"
+        defaults = EngineConfig()
+        path.write_text(
+            "".join(
+                f"{name} = {json.dumps(value)}\n"
+                for name, value in dataclasses.asdict(settings).items()
+                if value != getattr(defaults, name)
+            )
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "twostroke.cli", "serve", "--config", str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self.url = ""
+        self._started = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                self.url = found[0]
+                self._started.set()
+        self._started.set()
+
+    def __enter__(self) -> Self:
+        try:
+            self._started.wait(START_S)
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _wait_until_ready(self) -> None:
+        deadline_s = time.monotonic() + START_S
+        with httpx.Client(base_url=self.url or "http://127.0.0.1", trust_env=False) as client:
+            while self._process.poll() is None and self.url and time.monotonic() < deadline_s:
+                if client.get("/ready").is_success:
+                    return
+                time.sleep(0.1)
+        last = "".join(self.lines[-5:]).strip()
+        raise EngineDeadError(f"the server to be measured did not start: {last[-500:]}")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it and all its processes. Idempotent."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._reader.join(STOP_S)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def steps(self) -> list[TracedStep]:
+        """The steps of its life, once it has stopped."""
+        return read_steps(self.trace)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a server can take."""
+
+    max_tokens: int  # of a prompt and its answer
+    max_num_seqs: int
+    num_kv_tokens: int
+    vocab_size: int
+
+
+def grid(limits: Limits) -> Iterator[tuple[int, int]]:
+    """Waves as (requests, prompt tokens): lone prompts first, then batches, small before large.
+
+    Together they hold all sizes of chunks and batches on all contexts, in powers of two.
+    """
+    longest = limits.max_tokens - OUTPUT_TOKENS
+    lengths = [2**i for i in range(2, 20) if 2**i <= longest]
+    counts = [2**i for i in range(11) if 2**i <= limits.max_num_seqs]
+    if limits.max_num_seqs not in counts:
+        counts.append(limits.max_num_seqs)
+    waves = [
+        (count, length)
+        for count in counts
+        for length in lengths
+        if count * (length + OUTPUT_TOKENS) <= limits.num_kv_tokens
+        and (count == 1 or length in lengths[2::2])
+    ]
+    yield from sorted(waves, key=lambda wave: (wave[0] * (wave[1] + 8 * OUTPUT_TOKENS), wave))
+
+
+async def run_grid(
+    url: str, *, seconds: float, seed: int, on_progress: Callable[[float], None]
+) -> list[Wave]:
+    """Send the grid's waves, round after round, for about `seconds`; `on_progress` gets its share.
+
+    A wave that would take too long is left out, and with it the larger ones.
+    """
+    draw = random.Random(seed)
+    waves: list[Wave] = []
+    async with load.connect(url) as client:
+        limits = await _limits(client)
+        target = Target(model=await load.find_model(client), ignore_eos=True)
+        start_s = time.monotonic()
+        second_per_token = 0.0
+        is_new = True
+        while is_new:
+            is_new = False
+            for count, length in grid(limits):
+                elapsed_s = time.monotonic() - start_s
+                on_progress(min(1.0, elapsed_s / seconds))
+                expected_s = second_per_token * count * (length + OUTPUT_TOKENS)
+                if elapsed_s + expected_s > seconds or expected_s > WAVE_SHARE * seconds:
+                    break
+                prompts = [_prompt(draw, length, limits.vocab_size) for _ in range(count)]
+                sent_s = time.monotonic()
+                outcomes, spent_s = await load.run(client, target, prompts, [0.0] * count)
+                if failed := next((it.error for it in outcomes if it.error), ""):
+                    raise TwostrokeError(f"the server failed a request: {failed}")
+                ended_s = max(outcome.chunk_times_s[-1] for outcome in outcomes)
+                waves.append(Wave(count, length, sent_s, ended_s))
+                second_per_token = spent_s / (count * (length + OUTPUT_TOKENS))
+                is_new = True
+    on_progress(1.0)
+    return waves
+
+
+def _prompt(draw: random.Random, length: int, vocab_size: int) -> Prompt:
+    """Random ids: nothing is found in a prefix cache."""
+    ids = [draw.randrange(min(FIRST_TOKEN_ID, vocab_size - 1), vocab_size) for _ in range(length)]
+    return Prompt(ids, OUTPUT_TOKENS)
+
+
+async def _limits(client: httpx.AsyncClient) -> Limits:
+    props = (await client.get("/props")).json()
+    settings = {row["name"]: row["value"] for row in props["config"]}
+    kv = props["kv"]
+    return Limits(
+        max_tokens=int(props["limits"]["max_request_tokens"]),
+        max_num_seqs=int(settings["max_num_seqs"]),
+        num_kv_tokens=(int(kv["num_blocks"]) - 1) * int(kv["block_size"]),
+        vocab_size=int(props["limits"]["vocab_size"]),
+    )
+
+
+def measure(
+    config: EngineConfig,
+    *,
+    seconds: float,
+    on_progress: Callable[[float], None] = lambda share: None,
+) -> tuple[list[TracedStep], list[Wave], list[TracedStep]]:
+    """Steps and waves of a grid, and the steps of a mixed load that was not fitted to.
+
+    The mixed load comes last, from another seed: arrivals at random, lengths at random.
+    """
+    with tempfile.TemporaryDirectory(prefix="twostroke-profile-") as name:
+        with Server(config, Path(name)) as server:
+            waves = asyncio.run(
+                run_grid(
+                    server.url,
+                    seconds=0.8 * seconds,
+                    seed=config.seed,
+                    on_progress=lambda share: on_progress(0.8 * share),
+                )
+            )
+            split_s = time.monotonic()
+            asyncio.run(_mixed_load(server.url, waves, seconds=0.2 * seconds, seed=config.seed + 1))
+        on_progress(1.0)
+        steps = server.steps()
+    fitted = [step for step in steps if step.start_s < split_s]
+    return fitted, waves, [step for step in steps if step.start_s >= split_s]
+
+
+async def _mixed_load(url: str, waves: list[Wave], *, seconds: float, seed: int) -> None:
+    """Prompts of random length at random moments, at half the rate that the largest wave ran at."""
+    draw = random.Random(seed)
+    async with load.connect(url) as client:
+        limits = await _limits(client)
+        target = Target(model=await load.find_model(client), ignore_eos=True)
+        longest = max(
+            wave.prompt_tokens for wave in waves if wave.num_requests > 1 or len(waves) == 1
+        )
+        busiest = max(waves, key=lambda wave: wave.num_requests * wave.prompt_tokens)
+        rate = busiest.num_requests * busiest.prompt_tokens / (busiest.ended_s - busiest.sent_s)
+        requests_per_s = 0.5 * rate / (longest / 2 + 2 * OUTPUT_TOKENS)
+        count = max(4, int(requests_per_s * seconds))
+        offsets = sorted(draw.uniform(0, seconds) for _ in range(count))
+        prompts = [
+            _prompt(draw, draw.randint(4, max(5, longest)), limits.vocab_size) for _ in range(count)
+        ]
+        await load.run(client, target, prompts, offsets, max_concurrency=limits.max_num_seqs)
+
+
+def device_name() -> str:
+    """The device as people call it: the GPU, else the CPU and how many cores we have."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(0)
+    name = platform.processor() or platform.machine()
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    if found := re.search(r"model name\s*:\s*(.+)", text):
+        name = found[1].strip()
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+
+
+def device_peaks() -> DevicePeaks:
+    """What large products in bf16 and reading a large array reach, the best of some runs."""
+    import psutil
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    size = 8192 if on_gpu else 1024
+    matrix = torch.randn(size, size, device=device).to(torch.bfloat16)
+    array = torch.ones(1 << (30 if on_gpu else 26), device=device)
+
+    def best_s(run: Callable[[], object]) -> float:
+        times = []
+        for _ in range(8):
+            start_s = time.perf_counter()
+            run()
+            if on_gpu:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start_s)
+        return min(times)
+
+    with torch.inference_mode():
+        product_s, read_s = best_s(lambda: matrix @ matrix), best_s(array.sum)
+    memory = torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total
+    return DevicePeaks(
+        bf16_flops=2 * size**3 / product_s,
+        memory_bytes_per_s=array.nbytes / read_s,
+        memory_bytes=memory,
+    )
