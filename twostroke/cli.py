@@ -6,6 +6,7 @@ Errors meant for users end as one red line and an exit code, never as a tracebac
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ import typer
 from twostroke import __version__
 from twostroke.cli_bench import bench_app
 from twostroke.cli_chat import API_KEY, URL, chat
-from twostroke.cli_flags import ENGINE_ONLY, EngineFlags, with_engine_flags
+from twostroke.cli_flags import ENGINE_ONLY, SERVER_ONLY, EngineFlags, with_engine_flags
 from twostroke.cli_profile import profile
 from twostroke.config import SECRET_FIELDS
 from twostroke.errors import ConfigError, ModelError, TwostrokeError
@@ -72,6 +73,26 @@ def serve(flags: EngineFlags) -> None:
     from twostroke.proc.launch import serve as run_server
 
     raise typer.Exit(run_server(settings, explained))
+
+
+@app.command()
+@with_engine_flags(without=SERVER_ONLY)
+def engine(flags: EngineFlags) -> None:
+    """Run one engine for a server elsewhere (--join), which was started with --engines-listen."""
+    settings, _ = flags.resolve()
+
+    from twostroke.proc.engine_main import run
+
+    raise typer.Exit(run(settings))
+
+
+@app.command()
+def key(file: Annotated[Path, typer.Argument(help="where to write it; must not exist")]) -> None:
+    """Make a key, which a server and the engines that join it share."""
+    from twostroke.keys import write_key
+
+    write_key(file)
+    print(f"{file} holds a new key; copy it, unread by others, to each host of an engine")
 
 
 app.command()(chat)

@@ -21,7 +21,7 @@ from twostroke.errors import ConfigError
 ENGINE_ONLY = frozenset({"join", "role"})
 # Settings of the HTTP side and of the choice between engines, which one engine does not have.
 SERVER_ONLY = frozenset(
-    {"host", "port", "api_key", "max_num_queued_reqs", "shutdown_timeout_s", "metrics_prefix"}
+    {"host", "port", "api_key", "max_num_queued_reqs", "metrics_prefix"}
     | {"served_model_name", "chat_template", "data_parallel_size", "prefill", "decode", "ray"}
     | {"pd_policy", "kv_mode", "kv_lease_s", "handoff_timeout_s", "handoff_retries"}
     | {"kv_recompute_max_tokens", "engines_listen", "engine_timeout_s"}

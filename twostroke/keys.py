@@ -76,7 +76,7 @@ def read_key(path: Path) -> SharedKey:
         raise ConfigError(
             f"{path} is not a key: it must hold {2 * KEY_BYTES} hexadecimal digits", hint=MADE_BY
         ) from None
-    return SharedKey(_pair(key, b"twostroke-server"), _pair(key, b"twostroke-engine"))
+    return SharedKey(server=_pair(key, b"twostroke-server"), engine=_pair(key, b"twostroke-engine"))
 
 
 def _pair(key: bytes, person: bytes) -> CurvePair:

@@ -58,15 +58,23 @@ class ZmqEngineChannel:
         self._decoder = decoder_for(FromEngine)
 
     def send(self, message: ToEngine) -> None:
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Like `send`, with an encoded message."""
         if self._to_engine.closed:
             return
         try:
-            self._to_engine.send(encode(message), zmq.DONTWAIT)
+            self._to_engine.send(data, zmq.DONTWAIT)
         except zmq.Again:  # the queue has no bound, so this means that nobody is there
             raise EngineDeadError("the engine is not connected") from None
 
+    async def receive_bytes(self) -> bytes:
+        """The next message, undecoded: EngineDead too."""
+        return await self._from_engine.recv()
+
     async def receive(self) -> FromEngine:
-        message: FromEngine = self._decoder.decode(await self._from_engine.recv())
+        message: FromEngine = self._decoder.decode(await self.receive_bytes())
         if isinstance(message, EngineDead):
             raise EngineDeadError(message.error, hint="the server must be restarted")
         return message

@@ -6,14 +6,14 @@
 Both keep to the pairs derived from one key file (`keys.py`): ZMQ's CURVE handshake fails for
 anybody else before a byte of theirs is looked at. A message is two frames, kind and body:
 
-    engine ▶ JOIN(JoinRequest)     server ▶ JOINED | REFUSED(why)
+    engine ▶ JOIN(JoinRequest)     server ▶ JOINED(silence_s) | REFUSED(why)
     both   ▶ MESSAGE(as in `messages.py`), BEAT while there is nothing to say
     engine ▶ LEAVE: send me nothing new          server ▶ BYE: nobody needs you any more
     server ▶ STRANGER: you are not (or no longer) one of my engines
 
 Each connection has to join: one that broke and came back is a stranger, for nobody knows what was
 lost with it, and the engine begins anew. Either side takes the other for dead once it has been
-silent for `silence_s`.
+silent for `silence_s`, which the server decides.
 """
 
 import asyncio
@@ -43,6 +43,7 @@ MESSAGE, BEAT, LEAVE, BYE, STRANGER = b"message", b"beat", b"leave", b"bye", b"s
 MAX_MESSAGE_BYTES = 64 << 20
 BEATS = 5  # in `silence_s`: so many would have to be lost
 HANDSHAKE_MS = 5_000  # a connection that says nothing is dropped after this
+ASK_AGAIN_S = 2.0  # for an answer that was lost with its connection
 FAILED_HANDSHAKES = 3  # after which the key is wrong; one may fail because the server ends
 
 
@@ -168,7 +169,7 @@ class EngineListener:
         clock: Clock | None = None,
     ) -> None:
         self._check, self._check_ready, self._on_join = check, check_ready, on_join
-        self._silence_s = silence_s
+        self._silence_s, self._terms = silence_s, msgspec.msgpack.encode(silence_s)
         self._clock = clock or WallClock()
         self._decoder = decoder_for(FromEngine)
         self._channels: dict[bytes, JoinedChannel] = {}
@@ -276,7 +277,7 @@ class EngineListener:
         from twostroke import __version__
 
         if identity in self._channels:  # asked twice, because our answer took its time
-            self.send(identity, JOINED)
+            self.send(identity, JOINED, self._terms)
             return
         version = msgspec.msgpack.decode(body, type=_Version).version
         if version != __version__:
@@ -293,7 +294,7 @@ class EngineListener:
                 other.die("it has joined again over a new connection")
         channel = JoinedChannel(self, identity, request)
         channel.heard_s = self._clock.now()
-        if self.send(identity, JOINED):
+        if self.send(identity, JOINED, self._terms):
             self._channels[identity] = channel
             self._on_join(channel)
 
@@ -326,11 +327,14 @@ class ServerLostError(Exception):
 
 
 class ServerLine:
-    """The engine's end: `join` once, then `send` and `receive`. Never waits on send."""
+    """The engine's end: `join`, then `send` and `receive`. Sending never waits.
 
-    def __init__(self, host: str, port: int, key: SharedKey, *, silence_s: float) -> None:
+    `silence_s` is the server's word once joined: `beat` BEATS times as often.
+    """
+
+    def __init__(self, host: str, port: int, key: SharedKey) -> None:
         self.address = f"{host}:{port}"
-        self._silence_s = silence_s
+        self.silence_s = 0.0
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _set_options(self._socket)
@@ -363,7 +367,7 @@ class ServerLine:
                 answer = asyncio.ensure_future(self._socket.recv_multipart())
                 done, _ = await asyncio.wait(
                     [answer, refusal],
-                    timeout=self._silence_s / BEATS,
+                    timeout=ASK_AGAIN_S,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if refusal in done:
@@ -375,6 +379,7 @@ class ServerLine:
                 if answer in done:
                     kind, text = answer.result()[:2]
                     if kind == JOINED:
+                        self.silence_s = msgspec.msgpack.decode(text, type=float)
                         return
                     if kind == REFUSED:
                         self._refused(text)
@@ -410,10 +415,10 @@ class ServerLine:
         """
         while True:
             try:
-                async with asyncio.timeout(self._silence_s):
+                async with asyncio.timeout(self.silence_s):
                     kind, body = (await self._socket.recv_multipart())[:2]
             except TimeoutError:
-                raise ServerLostError(f"it was silent for {self._silence_s:g} s") from None
+                raise ServerLostError(f"it was silent for {self.silence_s:g} s") from None
             if kind == MESSAGE:
                 return body
             if kind == BYE:
@@ -423,9 +428,10 @@ class ServerLine:
             if kind == STRANGER:
                 raise ServerLostError("it does not know this engine (any more)")
 
-    def close(self) -> None:
-        """Drop the line with what is not sent yet; idempotent."""
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Drop the line; what is not sent yet has `linger_s` to leave. Idempotent."""
         if not self._socket.closed:
+            self._socket.linger = round(linger_s * 1000)
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.disable_monitor()
             self._monitor.close()

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from twostroke import cli, cli_chat
-from twostroke.cli_flags import ENGINE_ONLY, ONLINE_ONLY
+from twostroke.cli_flags import ENGINE_ONLY, ONLINE_ONLY, SERVER_ONLY
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError, EngineDeadError, ModelError, UnsupportedModelError
 
@@ -77,6 +77,37 @@ def test_the_model_can_be_named_either_way_but_not_two_models(launched):
     assert [settings.model for settings, _ in launched] == ["m", "m"]
     with pytest.raises(ConfigError, match="two models are given: a and --model b"):
         run("serve", "a", "--model", "b", catch_exceptions=False)
+
+
+def test_engine_has_the_settings_of_one_engine_and_joins(monkeypatch):
+    calls = []
+    module = types.ModuleType("twostroke.proc.engine_main")
+    module.run = lambda settings: calls.append(settings) or 5
+    monkeypatch.setitem(sys.modules, "twostroke.proc.engine_main", module)
+    result = run("engine m --role prefill --join [::1]:8100 --key k --max-num-seqs 3")
+    assert result.exit_code == 5
+    assert calls == [
+        EngineConfig(
+            model="m",
+            role="prefill",
+            join="[::1]:8100",
+            key="k",
+            max_num_seqs=3,
+            kv_transport="shm",  # over the loopback address nobody else joins
+        )
+    ]
+    shown = " ".join(run("engine", "--help").output.split())
+    assert not [name for name in SERVER_ONLY if f"--{name.replace('_', '-')} " in shown]
+
+
+def test_key_makes_a_key_once(tmp_path):
+    from twostroke.keys import read_key
+
+    path = tmp_path / "key"
+    assert "holds a new key" in run(f"key {path}").output
+    assert read_key(path)
+    with pytest.raises(ConfigError, match="exists"):
+        run(f"key {path}", catch_exceptions=False)
 
 
 def test_an_unknown_flag_names_the_nearest(launched):

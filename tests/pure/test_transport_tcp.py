@@ -79,9 +79,9 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def line_to(server, key, request=REQUEST, silence_s=60.0):
+async def line_to(server, key, request=REQUEST):
     """An engine's line on which it has joined."""
-    line = ServerLine("127.0.0.1", server.listener.port, key, silence_s=silence_s)
+    line = ServerLine("127.0.0.1", server.listener.port, key)
     try:
         await line.join(request)
         yield line
@@ -261,7 +261,7 @@ async def test_an_engine_whose_process_ends_is_noticed(key):
 async def test_a_server_that_restarts_knows_nobody(key):
     async with Server(key) as server:
         port = server.listener.port
-        line = ServerLine("127.0.0.1", port, key, silence_s=60.0)
+        line = ServerLine("127.0.0.1", port, key)
         joining = asyncio.create_task(line.join(REQUEST))
         await joining
     assert await line.receive() is None  # it said farewell
@@ -279,9 +279,9 @@ async def test_an_engine_waits_for_its_server_and_not_for_a_silent_one(key):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    line = ServerLine("127.0.0.1", port, key, silence_s=0.2)
+    line = ServerLine("127.0.0.1", port, key)
     joining = asyncio.create_task(line.join(REQUEST))
-    async with Server(key, port=port):
+    async with Server(key, port=port, silence_s=0.2):
         await joining
     assert await line.receive() is None
     with pytest.raises(ServerLostError, match=r"silent for 0.2 s"):

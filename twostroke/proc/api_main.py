@@ -32,7 +32,7 @@ from twostroke.config import EngineConfig, Explained
 from twostroke.errors import ConfigError, EngineDeadError
 from twostroke.metrics import Metrics
 from twostroke.proc.bars import StageBars
-from twostroke.proc.launch import EngineGroup
+from twostroke.proc.launch import EngineGroup, startup_block
 
 logger = logging.getLogger("twostroke")
 
@@ -221,12 +221,3 @@ async def _watch(
     logger.error("an engine is gone: %s; this server ends in %.0f s", why, DEAD_LINGER_S)
     await asyncio.sleep(DEAD_LINGER_S)
     server.drain()  # requests on other engines still get the shutdown's time
-
-
-def startup_block(rows: Sequence[tuple[str, str, str]]) -> str:
-    """What a user wants to know once: each fact, its value and the reason for it."""
-    width = max(len(name) for name, _, _ in rows)
-    return "\n".join(
-        f"  {name:<{width}}  {value}" + (f"  ({reason})" if reason else "")
-        for name, value, reason in rows
-    )

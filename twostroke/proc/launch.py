@@ -61,6 +61,8 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             env=CHILD_ENVIRONMENT | os.environ,
         )
+        if cores := cores_of(config, engine):
+            os.sched_setaffinity(self.process.pid, cores)
         settings = {
             "config": config,
             "checkpoint": str(checkpoint.path),
@@ -121,13 +123,28 @@ class EngineProcess:
         return code
 
 
+def cores_of(config: EngineConfig, engine: int) -> set[int]:
+    """The CPU cores that an engine is kept to; empty: all that are given to us.
+
+    With --cpu-threads, each engine has so many for itself, as long as there are enough. Otherwise
+    they share all, and each runs its part of the threads.
+    """
+    count = config.cpu_threads
+    if not count or not hasattr(os, "sched_getaffinity"):
+        return set()
+    cores = sorted(os.sched_getaffinity(0))
+    if count * len(config.local_roles) > len(cores):
+        return set()
+    return set(cores[engine * count : (engine + 1) * count])
+
+
 class EngineGroup:
-    """The engine processes of one server: `data_parallel_size` of them."""
+    """The engine processes of one server, one for each of `EngineConfig.local_roles`."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         self.processes: list[EngineProcess] = []
         try:
-            for engine in range(config.data_parallel_size):
+            for engine in range(len(config.local_roles)):
                 self.processes.append(EngineProcess(config, checkpoint, engine))
         except BaseException:
             self.stop()
@@ -166,6 +183,10 @@ def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:
     each engine loads in its own process while this one imports its HTTP side.
     """
     log.setup(config.log_level)
+    if config.join:
+        raise ConfigError(
+            f"--join is {config.join}, but a server joins nobody", hint="run twostroke engine"
+        )
     listener = _bind(config.host, config.port)
     try:
         checkpoint = _resolve(config)
@@ -226,3 +247,12 @@ def _resolve(config: EngineConfig) -> Checkpoint:
     """Find the model, with a progress bar if it must be downloaded."""
     with StageBars() as bars:
         return checkpoints.resolve(config, bars.show)
+
+
+def startup_block(rows: Sequence[tuple[str, str, str]]) -> str:
+    """What a user wants to know once: each fact, its value and the reason for it."""
+    width = max(len(name) for name, _, _ in rows)
+    return "\n".join(
+        f"  {name:<{width}}  {value}" + (f"  ({reason})" if reason else "")
+        for name, value, reason in rows
+    )
