@@ -132,7 +132,9 @@ class KvDisconnect(msgspec.Struct, tag="kv_disconnect"):
 
 
 class KvReceived(msgspec.Struct, kw_only=True):
-    """D's load for `handle` is over, well or not. Nothing reads P's blocks for it any more.
+    """D's load for `handle` is over, well or not: P can let go. One for each request that asked.
+
+    What may still be read for it (it was aborted, or late) is thrown away.
 
     `num_tokens` were read (0: all was cached here, or it was better recomputed: `reason`). The time
     is from the first read to the last; with an `error` the request has ended by FinishReason.ERROR,

@@ -5,7 +5,7 @@
        └──▶ done                     └──abort, deadline──▶ GIVEN_UP ──the worker: it is over──▶ done
 
 Blocks that a read may still write into stay reserved until the worker says that none is under way,
-whatever became of the request. Every load ends with one `KvReceived`, which lets its source go.
+whatever became of the request. Every load yields one `KvReceived`, which lets its source go.
 """
 
 import heapq
@@ -214,19 +214,19 @@ class Loads:
         if load is None or not load.source or not (end.error or load.is_told_all):
             self.num_unknown += 1
             return
+        if load.state is _State.GIVEN_UP:
+            self._outbox.ends.freed.append(load.uid)
+            self._forget(load)
+            return
         received = KvReceived(
             handle=load.handle,
             num_bytes=end.num_bytes,
             started_s=end.started_s,
             ended_s=end.ended_s,
-            error=load.error,
-            reason=load.reason,
+            error=end.error,
         )
-        if load.state is _State.GIVEN_UP:
-            self._outbox.ends.freed.append(load.uid)
-        elif end.error:
+        if end.error:
             self.num_failed += 1
-            received.error = end.error
             self._outbox.ends.failed.append((load.uid, end.error))
         else:
             received.num_tokens = load.options.num_tokens - load.first_token
@@ -236,20 +236,19 @@ class Loads:
     # ------------------------------------------------------------ other ends
 
     def finished(self, request: KvRequest) -> bool:
-        """The request has ended, in whatever way; True: a read may still write into its blocks."""
+        """The request has ended, in whatever way; True: a read may still write into its blocks.
+
+        Its source is let go of in either case: what is yet read is thrown away.
+        """
         load = self._by_uid.get(request.uid)
         if load is None:
             return False
         if not load.error and request.finish_reason is not None:
             load.reason = request.finish_reason.name.lower()
-        # Pieces that were not handed to the worker yet are taken back.
-        pieces = self._outbox.commands.loads
-        unheard = [piece for piece in pieces if piece.load_id == load.load_id]
-        if unheard:
-            self._outbox.commands.loads = [p for p in pieces if p.load_id != load.load_id]
-        if not load.source or (unheard and unheard[0].first_token == load.first_token):
-            received = KvReceived(handle=load.handle, error=load.error, reason=load.reason)
-            self._end(load, received)
+        received = KvReceived(handle=load.handle, error=load.error, reason=load.reason)
+        self._outbox.outputs.received.append(received)
+        if not self._is_known_to_worker(load):
+            self._forget(load)
             return False
         load.state = _State.GIVEN_UP
         del self._by_handle[load.handle]
@@ -259,9 +258,21 @@ class Loads:
         heapq.heappush(self._deadlines, (load.deadline_s, load.load_id))
         return True
 
+    def _is_known_to_worker(self, load: _Load) -> bool:
+        """Whether a piece of it has left with a plan; those that have not are taken back."""
+        pieces = self._outbox.commands.loads
+        unheard = [piece for piece in pieces if piece.load_id == load.load_id]
+        if not unheard:
+            return bool(load.source)
+        self._outbox.commands.loads = [p for p in pieces if p.load_id != load.load_id]
+        return unheard[0].first_token > load.first_token
+
     def _end(self, load: _Load, received: KvReceived) -> None:
         """The load is over: its source can be let go of."""
         self._outbox.outputs.received.append(received)
+        self._forget(load)
+
+    def _forget(self, load: _Load) -> None:
         del self._loads[load.load_id], self._by_uid[load.uid]
         if self._by_handle.get(load.handle) is load:
             del self._by_handle[load.handle]
