@@ -46,6 +46,7 @@ class Schedule:
                 handoff_timeout_s=timeout_s,
                 max_retries=random.choice((0, 1, 2)),
                 recompute_max_tokens=random.choice((None, None, 16)),
+                expected_output_tokens=random.choice((1, 16)),
             ),
             step_s=lambda: random.choice((0.002, 0.01, 0.05)),
             read_s=random.choice((0.001, 0.02, 0.1)),
@@ -98,7 +99,7 @@ class Schedule:
             prompt = [random.randrange(1000) for _ in range(random.randint(1, 24))]
             if random.random() < 0.4:
                 prompt = (random.choice(prefixes)[: random.randint(1, 24)] + prompt)[:40]
-            max_tokens = random.randint(1, 8)
+            max_tokens = random.randint(1, random.choice((4, 12)))
             name = random.choice(("", "", "same"))
             start_s = random.uniform(0, random.choice((0.1, 2.0)))
             at(start_s, lambda h=handle, p=prompt, m=max_tokens, n=name: self._submit(h, p, m, n))

@@ -39,7 +39,7 @@ from twostroke.testing.link_with_faults import FakeNetwork, LinkWithFaults
 TO_ENGINE = decoder_for(ToEngine)
 FROM_ENGINE = decoder_for(EngineOutputs)
 BLOCK = 4
-POLL_S = 0.005  # a worker's step without rows, while something is awaited
+POLL_S = 0.05  # longest step without rows: a worker waits in it for something to report
 MESSAGE_S = 0.0005
 
 Role = Literal["prefill", "decode", "both"]
@@ -77,7 +77,7 @@ class SimEngine:
         self.endpoint = endpoint_of(name, self.config.num_blocks, self.config.block_size)
         self.pool = FakePool(self.config.num_blocks, self.config.block_size)
         self.link = LinkWithFaults(network, self.endpoint, self.pool)
-        self.link.on_report = self.wake
+        self.link.on_report = self._reported
         count = iter(range(1, 1 << 30))
         self.connector = HandoffScheduler(
             world.clock,
@@ -93,6 +93,8 @@ class SimEngine:
         self.is_dead = False
         self.is_stepping = False
         self._waits = 0
+        self._step = 0  # that is being collected
+        self._has_rows = False
 
     @property
     def ready(self) -> EngineReady:
@@ -134,8 +136,10 @@ class SimEngine:
         if core.num_in_flight:
             self.is_stepping = True
             self.executor.start()
-            rows = core.state.in_flight[0].slots
-            self.world.network.after(self.world.step_s() if len(rows) else POLL_S, self._collect)
+            oldest = core.state.in_flight[0]
+            self._step, self._has_rows = oldest.number, len(oldest.slots) > 0
+            step_s = POLL_S if core.state.handoff.awaits_report else MESSAGE_S
+            self._collect_after(self.world.step_s() if self._has_rows else step_s)
         elif (deadline_s := core.next_deadline_s()) is not None:
             self._waits += 1
             waits = self._waits
@@ -145,6 +149,20 @@ class SimEngine:
                     self.wake()
 
             self.world.network.after(max(0.0, deadline_s - self.world.clock.now()), expire)
+
+    def _collect_after(self, seconds: float) -> None:
+        step = self._step
+
+        def collect() -> None:
+            if self.is_stepping and self._step == step:
+                self._collect()
+
+        self.world.network.after(seconds, collect)
+
+    def _reported(self) -> None:
+        """The worker has something to say: a step without rows need not wait any longer."""
+        if self.is_stepping and not self._has_rows:
+            self._collect_after(0.0)
 
     def _collect(self) -> None:
         if self.is_dead:
