@@ -23,7 +23,12 @@ from twostroke.kv_messages import KvReady
 from twostroke.router.dispatch import DispatchSettings
 from twostroke.testing.link_with_faults import Fault
 
-ROLES = ("prefill", "prefill", "decode", "decode")
+ROLES = (
+    ("prefill", "prefill", "decode", "decode"),
+    ("prefill", "prefill", "decode", "decode"),
+    ("prefill", "both", "decode", "both"),
+    ("prefill", "prefill", "prefill", "decode"),
+)
 ANSWER_S = 400.0  # by then each client must have its answer
 QUIET_S = 200.0  # and so much later nothing may be left
 FAULTS = [fault for fault in Fault if fault is not Fault.NONE]
@@ -35,7 +40,7 @@ class Schedule:
     def __init__(self, seed: int) -> None:
         self.random = random = Random(seed)
         self.tried: Counter[str] = Counter()
-        self.fault_rate = random.choice((0.0, 0.1, 0.5, 1.0))
+        self.fault_rate = random.choice((0.0, 0.1, 0.5, 0.9))
         self.forgery_rate = random.choice((0.0, 0.0, 0.2))
         timeout_s = random.choice((2.0, 5.0, 20.0))
         self.world = World(
@@ -54,8 +59,10 @@ class Schedule:
             fault=self._fault,
         )
         self.world.tamper = self._tampered
+        renewal_loss = random.choice((0.0, 0.0, 1.0))
+        self.world.loses_renewal = lambda: random.random() < renewal_loss
         self.settings = {
-            "num_blocks": random.choice((14, 20, 40)),
+            "num_blocks": random.choice((14, 16, 20, 40)),
             "max_num_seqs": random.choice((2, 4)),
             "max_num_batched_tokens": random.choice((8, 16, 32)),
             "async_scheduling": random.random() < 0.7,
@@ -64,14 +71,15 @@ class Schedule:
             "max_hold_share": random.choice((0.2, 0.5, 1.0)),
             "admission": random.choice(("head", "loads", "backfill")),
         }
-        for index, role in enumerate(ROLES):
+        self.roles = random.choice(ROLES)
+        for index, role in enumerate(self.roles):
             self.world.start(index, role, **self.settings)
         self._plan()
 
     def _fault(self) -> Fault:
         if self.random.random() >= self.fault_rate:
             return Fault.NONE
-        fault = self.random.choice(FAULTS)
+        fault = self.random.choice((*FAULTS, Fault.SLOW, Fault.SLOW))
         self.tried[f"load: {fault.value}"] += 1
         return fault
 
@@ -95,18 +103,19 @@ class Schedule:
     def _plan(self) -> None:
         random, at = self.random, self.world.network.after
         prefixes = [[random.randrange(1000) for _ in range(24)] for _ in range(2)]
-        for handle in range(1, random.randint(3, 10)):
+        abort_rate = random.choice((0.1, 0.4))
+        for handle in range(1, random.randint(4, 20)):
             prompt = [random.randrange(1000) for _ in range(random.randint(1, 24))]
             if random.random() < 0.4:
                 prompt = (random.choice(prefixes)[: random.randint(1, 24)] + prompt)[:40]
             max_tokens = random.randint(1, random.choice((4, 12)))
             name = random.choice(("", "", "same"))
-            start_s = random.uniform(0, random.choice((0.1, 2.0)))
+            start_s = random.uniform(0, random.choice((0.1, 1.0, 2.5)))
             at(start_s, lambda h=handle, p=prompt, m=max_tokens, n=name: self._submit(h, p, m, n))
-            if random.random() < 0.15:
+            if random.random() < abort_rate:
                 at(start_s + random.uniform(0, 1.0), lambda h=handle: self._abort(h))
         if random.random() < 0.35:
-            index = random.randrange(len(ROLES))
+            index = random.randrange(4)
             at(random.uniform(0, 2.5), lambda: self._kill(index))
         if random.random() < 0.15:
             index, role = random.randrange(4), random.choice(("prefill", "decode", "both"))
@@ -122,7 +131,7 @@ class Schedule:
             self.world.abort(handle)
 
     def _kill(self, index: int) -> None:
-        role = ROLES[index]
+        role = self.roles[index]
         self.tried[f"{role} engine killed"] += 1
         notice_s = self.random.choice((0.0, 0.05, 1.0))
         self.world.kill(index, notice_s=notice_s)
@@ -132,7 +141,7 @@ class Schedule:
 
     def _restart(self, index: int) -> None:
         self.tried["restarts"] += 1
-        self.world.start(index, ROLES[index], **self.settings)
+        self.world.start(index, self.roles[index], **self.settings)
 
     def _switch(self, index: int, role: str) -> None:
         engine = self.world.engines[index]

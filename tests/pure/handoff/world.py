@@ -215,6 +215,7 @@ class World:
         self.step_s = step_s
         self.engines: dict[int, SimEngine] = {}
         self.tamper = lambda ready: ready
+        self.loses_renewal = lambda: False
         self.prompts: dict[int, tuple[list[int], int]] = {}  # by handle: prompt, max_tokens
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, Finished] = {}
@@ -259,7 +260,8 @@ class World:
     def relay(self) -> None:
         """Send what the dispatcher wants sent, and wake it when it wants to be."""
         for index, message in self.dispatcher.take_messages():
-            self.engines[index].send(message)
+            if not (isinstance(message, KvRenew) and self.loses_renewal()):
+                self.engines[index].send(message)
         deadline_s = self.dispatcher.next_deadline_s()
         if deadline_s is not None and (self._timer_s is None or deadline_s < self._timer_s):
             self._timer_s = deadline_s
