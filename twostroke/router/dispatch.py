@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from twostroke.clock import Clock
-from twostroke.errors import EngineDeadError, RequestError
+from twostroke.errors import EngineDeadError
 from twostroke.kv_messages import KvReady, KvReceive, KvReceived, KvSend, KvTicket
 from twostroke.ledger import Boundary
 from twostroke.messages import (
@@ -90,14 +90,9 @@ class Dispatcher:
         it = self.fleet[engine]
         if it.state == "gone":
             return []
-        it.state, it.error, it.next_role = "gone", error, None
+        self.fleet.died(it, error)
         self.routing.engine_died(engine)
-        self.fleet.remove_reader(engine)
         legs = self._legs.engine_died(it)
-        if not self.can_decode:  # then the last one that does keeps its role
-            for other in self.fleet:
-                if other.state == "draining" and other.role != "prefill":
-                    other.state, other.next_role = "ready", None
         for leg in legs:
             self._legs.close(leg)
             self._lost(leg, f"engine {engine}: {error}")
@@ -110,22 +105,7 @@ class Dispatcher:
 
         Raises RequestError when there is no such engine, or nobody would be left to decode.
         """
-        it = self.fleet.engines.get(engine)
-        if it is None or it.state == "gone":
-            raise RequestError(f"engine {engine} is not there", param="engine")
-        decodes_elsewhere = any(other.may_decode for other in self.fleet if other is not it)
-        if role == "prefill" and not decodes_elsewhere:
-            raise RequestError(
-                f"engine {engine} is the last one that decodes",
-                param="role",
-                hint="give another engine the role decode or both first",
-            )
-        if it.state == "loading" or role in (it.role, "both"):  # nothing has to end for it
-            it.role, it.next_role = role, None
-        else:
-            it.next_role = role
-        if it.state != "loading":
-            it.state = "draining" if it.next_role else "ready"
+        self.fleet.set_role(engine, role)
         self._place_waiting()
 
     def prefixes_reset(self, engine: int) -> None:
@@ -139,14 +119,7 @@ class Dispatcher:
     @property
     def can_decode(self) -> bool:
         """Whether any engine is there, or is being loaded, that can serve to the end."""
-        return any(engine.may_decode for engine in self.fleet)
-
-    def _settle(self) -> None:
-        """Switch the roles of engines that have drained, and let new pairs meet."""
-        for engine in self.fleet:
-            if engine.next_role is not None and engine.is_idle:
-                engine.role, engine.next_role, engine.state = engine.next_role, None, "ready"
-        self._legs.introduce()
+        return self.fleet.can_decode
 
     # ------------------------------------------------------------ requests
 
@@ -172,7 +145,7 @@ class Dispatcher:
         job = Job(request, self.routing.keys_of(request.prompt_token_ids, request.cache_salt))
         sibling = None if beside is None else self._jobs.get(beside)
         if sibling is not None:
-            job.beside = {leg.engine.index for leg in sibling.legs}
+            job.beside = sibling.engines
         is_placed = not self._waiting and self._place(job)
         self._jobs[job.handle] = job
         if is_placed:
@@ -193,7 +166,7 @@ class Dispatcher:
     def engines_of(self, handle: int) -> list[int]:
         """Which engines a request is on."""
         job = self._jobs.get(handle)
-        return [] if job is None else [leg.engine.index for leg in job.legs]
+        return [] if job is None else sorted(job.engines)
 
     def _why_dead(self) -> str:
         errors = [f"engine {it.index}: {it.error}" for it in self.fleet if it.error]
@@ -216,7 +189,8 @@ class Dispatcher:
 
     def _place_waiting(self) -> None:
         """Send what has room now, in order. The last thing that most public methods do."""
-        self._settle()
+        self.fleet.switch_drained()
+        self._legs.introduce()
         while self._waiting and self.can_decode:
             try:
                 if not self._place(self._waiting[0]):
@@ -244,7 +218,7 @@ class Dispatcher:
         if placement.reason:
             where = "whole" if placement.prefill is None else "handed_over"
             self.counters.decisions[where, placement.reason] += 1
-        self._reserve(job, placement.decode)
+        self._reserve(job, placement.decode, is_whole=placement.prefill is None)
         if placement.prefill is None:
             self._legs.serve(job, LegKind.WHOLE)
             return True
@@ -256,9 +230,8 @@ class Dispatcher:
             self._legs.prefill(job, placement.prefill, KvSend(lease_s=self.settings.lease_s))
         return True
 
-    def _reserve(self, job: Job, reader: Engine) -> None:
-        job.reader, job.need = reader, self._placing.need(job, reader)
-        reader.reserve(job.need)
+    def _reserve(self, job: Job, reader: Engine, *, is_whole: bool = False) -> None:
+        self._legs.reserve(job, reader, self._placing.need(job, reader), is_whole=is_whole)
 
     def _receive(self, job: Job, ticket: KvTicket | None = None) -> KvReceive:
         assert job.deadline_s is not None
@@ -466,6 +439,8 @@ class Dispatcher:
 
     def next_deadline_s(self) -> float | None:
         """When `on_time` is to be called next, on the clock; None: not until something happens."""
+        if self._ends:
+            return self._clock.now()
         while self._deadlines and self._deadlines[0][2].deadline_s != self._deadlines[0][0]:
             heapq.heappop(self._deadlines)
         times = [self._deadlines[0][0]] if self._deadlines else []

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from twostroke.cost import LinkCost
+from twostroke.errors import RequestError
 from twostroke.kv_messages import KvEndpoint, KvLayoutRecord, KvLink, KvReceived
 from twostroke.messages import EngineReady, EngineStats
 
@@ -62,7 +63,10 @@ class EnginePair:
         self.error = link.error
         if not link.error and link.bytes_per_s > 0:
             self.link = LinkCost(
-                base_s=link.base_s, message_s=link.message_s, bytes_per_s=link.bytes_per_s
+                base_s=link.base_s,
+                message_s=link.message_s,
+                bytes_per_s=link.bytes_per_s,
+                pipelined=link.pipelined,
             )
 
     def received(self, received: KvReceived, now_s: float) -> None:
@@ -229,9 +233,45 @@ class Fleet:
             engine.connected.discard(engine_id)
         return [engine for engine in told if engine.state != "gone"]
 
-    def remove_reader(self, index: int) -> None:
-        """Drop what was measured by an engine that is gone."""
-        self._pairs = {key: pair for key, pair in self._pairs.items() if key[0] != index}
+    # ------------------------------------------------------------ roles
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether any engine is there, or is being loaded, that serves to the end."""
+        return any(engine.may_decode for engine in self)
+
+    def set_role(self, index: int, role: Role) -> None:
+        """See `Dispatcher.set_role`."""
+        it = self.engines.get(index)
+        if it is None or it.state == "gone":
+            raise RequestError(f"engine {index} is not there", param="engine")
+        if role == "prefill" and not any(other.may_decode for other in self if other is not it):
+            raise RequestError(
+                f"engine {index} is the last one that decodes",
+                param="role",
+                hint="give another engine the role decode or both first",
+            )
+        if it.state == "loading" or role in (it.role, "both"):  # nothing has to end for it
+            it.role, it.next_role = role, None
+        else:
+            it.next_role = role
+        if it.state != "loading":
+            it.state = "draining" if it.next_role else "ready"
+
+    def switch_drained(self) -> None:
+        """Engines that have drained get their new roles."""
+        for engine in self:
+            if engine.next_role is not None and engine.is_idle:
+                engine.role, engine.next_role, engine.state = engine.next_role, None, "ready"
+
+    def died(self, engine: Engine, error: str) -> None:
+        """An engine is gone, and what it measured. The last one that decodes keeps its role."""
+        engine.state, engine.error, engine.next_role = "gone", error, None
+        self._pairs = {key: pair for key, pair in self._pairs.items() if key[0] != engine.index}
+        if not self.can_decode:
+            for other in self:
+                if other.state == "draining" and other.role != "prefill":
+                    other.state, other.next_role = "ready", None
 
 
 def _same_kv(one: KvLayoutRecord, other: KvLayoutRecord) -> bool:

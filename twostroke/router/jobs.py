@@ -90,8 +90,10 @@ class Job:
         return self.request.handle
 
     @property
-    def legs(self) -> list[Leg]:
-        return [leg for leg in (self.prefill, self.serving) if leg is not None]
+    def engines(self) -> set[int]:
+        """Those that it is on, or is going to."""
+        legs = [leg.engine for leg in (self.prefill, self.serving) if leg is not None]
+        return {it.index for it in (*legs, self.source, self.reader) if it is not None}
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -20,7 +20,7 @@ from twostroke.kv_messages import (
     KvTicket,
 )
 from twostroke.messages import AbortRequests, AddRequest, SamplingParams, ToEngine
-from twostroke.router.engines import Engine, Fleet
+from twostroke.router.engines import Engine, Fleet, Need
 from twostroke.router.jobs import FIRST_OWN_HANDLE, Job, Leg, LegKind
 from twostroke.router.policy import RoutingPolicy
 
@@ -109,8 +109,8 @@ class Legs:
         if kind is not LegKind.WHOLE or leg.handle != job.handle:
             self.special[engine.index][leg.handle] = leg
         engine.num_legs += 1
-        num_prompt = 0 if kind is LegKind.DECODE else job.num_prompt_tokens
-        self._routing.sent(leg.handle, engine.index, num_prompt, job.keys)
+        if kind is LegKind.PREFILL:
+            self._routing.sent(leg.handle, engine.index, job.num_prompt_tokens, job.keys)
         self.send(engine, request)
         return leg
 
@@ -119,7 +119,7 @@ class Legs:
         if leg.is_open:
             leg.is_open = False
             leg.engine.num_legs -= 1
-            self._routing.ended(leg.handle)
+            self._routing.ended(leg.handle if leg.kind is LegKind.PREFILL else leg.job.handle)
             self.has_read(leg)
 
     def mute(self, leg: Leg) -> None:
@@ -160,18 +160,28 @@ class Legs:
                 self.mute(leg)
                 self.send(leg.engine, AbortRequests([leg.handle]))
 
+    def reserve(self, job: Job, reader: Engine, need: Need, *, is_whole: bool) -> None:
+        """It will be served there, and counts from now on: what is sent later looks at it."""
+        job.reader, job.need = reader, need
+        reader.reserve(need)
+        num_prompt = job.num_prompt_tokens if is_whole else 0
+        self._routing.sent(job.handle, reader.index, num_prompt, job.keys)
+
     def unreserve(self, job: Job) -> None:
         """Its room on the engine that was to serve it is free again."""
         if job.reader is not None and job.need is not None:
             job.reader.unreserve(job.need, has_arrived=job.has_streamed)
             job.reader = job.need = None
+            self._routing.ended(job.handle)
 
     def first_token(self, leg: Leg) -> None:
         """Its prompt is computed, or has come."""
-        self._routing.first_token(leg.handle)
         job = leg.job
+        if leg.kind is LegKind.PREFILL:
+            self._routing.first_token(leg.handle)
         if leg.kind is LegKind.PREFILL or not leg.is_open or job.has_streamed:
             return
+        self._routing.first_token(job.handle)
         job.has_streamed, job.deadline_s = True, None
         self.drop_prefill(job)
         if job.reader is not None and job.need is not None:

@@ -37,7 +37,7 @@ def ask(handle: int, num_prompt: int = 40, max_tokens: int = 8, **fields) -> Add
     return AddRequest(
         handle=handle,
         request_id=f"r{handle}",
-        prompt_token_ids=np.arange(num_prompt, dtype=np.int32) + 1000 * handle,
+        prompt_token_ids=np.arange(num_prompt, dtype=np.int32) + 1000 * (handle % 1000),
         params=fields.pop("params", SamplingParams()),
         max_tokens=max_tokens,
         **fields,
@@ -133,10 +133,15 @@ class World:
         end_s, said = self.clock.now() + seconds, None
         while (due_s := self.dispatcher.next_deadline_s()) is not None and due_s <= end_s:
             self.clock.advance_to(max(due_s, self.clock.now()))
-            said = self.dispatcher.on_time() or said
+            if (now_said := self.dispatcher.on_time()) is not None:
+                self.take(now_said)
+                said = now_said
             self.flush()
         self.clock.advance_to(end_s)
         return said
+
+    def take(self, left: EngineOutputs) -> None:
+        """What clients are told because it was time."""
 
     # ------------------------------------------------------------ what engines say
 
@@ -169,12 +174,14 @@ class World:
     def loaded(self, index: int, leg: AddRequest, **fields) -> EngineOutputs:
         """The decode leg has its KV and its first token."""
         fields.setdefault("num_bytes", 1000)
+        gauges = fields.pop("stats", None)
         received = KvReceived(handle=leg.handle, num_tokens=40, ended_s=0.5, **fields)
         events = [
             (leg.handle, kind, self.clock.now())
             for kind in (EventKind.LOADED, EventKind.SCHEDULED, EventKind.FIRST_TOKEN)
         ]
-        return self.say(index, outputs({leg.handle: [5]}, events=events, kv_received=[received]))
+        said = outputs({leg.handle: [5]}, events=events, kv_received=[received], stats=gauges)
+        return self.say(index, said)
 
     def failed(self, index: int, leg: AddRequest, reason: str = "transfer") -> EngineOutputs:
         """The decode leg's load failed."""
