@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.model import few_rows
+from twostroke.model import tile_ir
 from twostroke.model.elementwise import float_bits, kernels
 from twostroke.model.few_rows import MAX_ROWS, FewRows
 from twostroke.model.layers import Linear, Mlp
@@ -66,7 +66,7 @@ class FewTokens:
         self._gate_up, self._act = buffer(2 * widest), buffer(widest)
         self._rotations = buffer(2, shape.head_dim // 2, dtype=torch.float32)
         self._attention = attention.program(self._qkv, self._attended)
-        self._linear_arguments = np.zeros((4 * len(model.layers), few_rows.NUM_ARGUMENTS), np.int64)
+        self._linear_arguments = np.zeros((4 * len(model.layers), tile_ir.NUM_ARGUMENTS), np.int64)
         self._small_arguments = np.zeros((4 * len(model.layers) + 1, NUM_ARGUMENTS), np.int64)
         self._num_linears = self._num_small = 0
         self._program = Program(self._calls(model))
@@ -79,8 +79,8 @@ class FewTokens:
         count = len(token_ids)
         self._h[:count] = self._model.embed(token_ids)
         self._rotations[:count] = self._model.rotary.rotations(positions)
-        self._linear_arguments[:, few_rows.ROWS] = count
-        self._linear_arguments[:, few_rows.TICKET] = 0
+        self._linear_arguments[:, tile_ir.ROWS] = count
+        self._linear_arguments[:, tile_ir.TICKET] = 0
         self._small_arguments[:, 0] = count
         self._attention.begin()
         self._program.run()

@@ -1,0 +1,233 @@
+"""What the kernels for few rows have in common, in LLVM's language: how a weight is walked.
+
+A weight lies in blocks of 64 outputs. Threads take blocks by ticket, as they get done; within a
+block, rows of x are handled in tiles of at most MAX_TILE_ROWS, each by a function of its own, so
+that sums stay in registers. A kernel brings these functions, and says what it calls the last two
+numbers that they are given.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import NamedTuple
+
+from twostroke.model.openmp import load_openmp
+
+MAX_TILE_ROWS = 6  # x 4 vectors are accumulated in 24 of 32 registers
+OUTPUTS = 64
+VECTORS = OUTPUTS // 16
+
+ARGUMENTS = (
+    *("weight", "block_bytes", "bias", "x", "x_row_bytes", "y", "y_row_bytes", "wide"),
+    *("rows", "blocks", "ticket", "first", "second"),
+)
+NUM_ARGUMENTS = len(ARGUMENTS)
+ROWS, TICKET = ARGUMENTS.index("rows"), ARGUMENTS.index("ticket")
+
+
+class Arguments(ctypes.Structure):
+    """What a kernel is given: addresses and numbers.
+
+    `wide` is 1 where y is float32, `ticket` must be 0, `first` and `second` are the kernel's own.
+    """
+
+    _fields_ = [(name, ctypes.c_int64) for name in ARGUMENTS]
+
+
+class Compiled(NamedTuple):
+    """`void kernel(Arguments *)`, and how to run it on all threads (see `load_openmp`)."""
+
+    engine: object  # owns the code
+    address: int
+    run: Callable[[int], None]
+    run_parallel: Callable[[int, int, int, int], None]
+
+
+def compile_kernel(tile: Callable[[int], str], *declarations: str) -> Compiled:
+    """`tile(rows)` is the text of `void tile<rows>(TILE_ARGUMENTS)`. Takes 0.05 s and more.
+
+    Raises ImportError, AttributeError, OSError or RuntimeError where it cannot work.
+    """
+    from llvmlite import binding
+
+    features = binding.get_host_cpu_features()
+    if not features.get("avx512bf16", False):
+        raise RuntimeError("the processor has no AVX512-BF16")
+    openmp = load_openmp()
+    if openmp is None:
+        raise RuntimeError("torch has no OpenMP with GNU's entry points")
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    target = binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=features.flatten(), opt=2, jit=True
+    )
+    tiles = map(tile, range(1, MAX_TILE_ROWS + 1))
+    module = binding.parse_assembly("\n".join([DECLARATIONS, *declarations, *tiles, _main()]))
+    module.verify()
+    engine = binding.create_mcjit_compiler(module, target)
+    engine.finalize_object()
+    address: int = engine.get_function_address("kernel")
+    run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+    return Compiled(engine, address, run, openmp.GOMP_parallel)
+
+
+DECLARATIONS = """
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
+"""
+
+TILE_ARGUMENTS = (
+    *("weight", "bias", "x", "x_row_bytes", "y", "y_row_bytes", "wide"),
+    *("row", "first", "second"),
+)
+
+
+def head_of(rows: int) -> list[str]:
+    """The beginning of a tile, with `%total` of each row and vector in memory, zeroed."""
+    arguments = ", ".join(f"i64 %{name}" for name in TILE_ARGUMENTS)
+    lines = [f"define internal void @tile{rows}({arguments}) {{", "entry:"]
+    for r, v in cells_of(rows):
+        lines += [
+            f"%total{r}_{v} = alloca <16 x float>, align 64",
+            f"store <16 x float> zeroinitializer, ptr %total{r}_{v}",
+        ]
+    return lines
+
+
+def cells_of(rows: int) -> list[tuple[int, int]]:
+    return [(r, v) for r in range(rows) for v in range(VECTORS)]
+
+
+def broadcast_pair(name: str, row: int, pair: str) -> list[str]:
+    """%name = inputs 2 * pair and 2 * pair + 1 of a row of x, in all 16 places."""
+    return [
+        f"%{name}_row = mul i64 %x_row_bytes, {row}",
+        f"%{name}_at = add i64 %x, %{name}_row",
+        f"%{name}_p = inttoptr i64 %{name}_at to ptr",
+        f"%{name}_pair_p = getelementptr i32, ptr %{name}_p, i64 {pair}",
+        f"%{name}_pair = load i32, ptr %{name}_pair_p, align 2",
+        f"%{name}_one = insertelement <16 x i32> poison, i32 %{name}_pair, i32 0",
+        f"%{name}_all = shufflevector <16 x i32> %{name}_one, <16 x i32> poison, "
+        "<16 x i32> zeroinitializer",
+        f"%{name} = bitcast <16 x i32> %{name}_all to <32 x bfloat>",
+    ]
+
+
+def add_to(total: str, value: str, what: str) -> list[str]:
+    """*total += value"""
+    return [
+        f"%{total}_{what}0 = load <16 x float>, ptr %{total}",
+        f"%{total}_{what}1 = fadd <16 x float> %{total}_{what}0, %{value}",
+        f"store <16 x float> %{total}_{what}1, ptr %{total}",
+    ]
+
+
+def tail_of(rows: int) -> list[str]:
+    """From the label `summed` on: add the bias, write y, return."""
+    lines = [
+        "summed:",
+        "%biased = icmp ne i64 %bias, 0",
+        "br i1 %biased, label %add_bias, label %store",
+        "add_bias:",
+        "%bias_p = inttoptr i64 %bias to ptr",
+    ]
+    for v in range(VECTORS):
+        lines += [
+            f"%bias_p{v} = getelementptr i8, ptr %bias_p, i64 {32 * v}",
+            f"%bias_b{v} = load <16 x bfloat>, ptr %bias_p{v}, align 2",
+            f"%bias_f{v} = fpext <16 x bfloat> %bias_b{v} to <16 x float>",
+            *(line for r in range(rows) for line in add_to(f"total{r}_{v}", f"bias_f{v}", "bias")),
+        ]
+    lines += [
+        "br label %store",
+        "store:",
+        "%is_wide = icmp ne i64 %wide, 0",
+        "br i1 %is_wide, label %store_wide, label %store_rounded",
+        "store_wide:",
+        *(line for r in range(rows) for line in _store(r, wide=True)),
+        "ret void",
+        "store_rounded:",
+        *(line for r in range(rows) for line in _store(r, wide=False)),
+        "ret void",
+        "}",
+    ]
+    return lines
+
+
+def _store(row: int, *, wide: bool) -> list[str]:
+    """Write a row's 64 results to y, as float32 or rounded to bfloat16."""
+    n = f"{'w' if wide else 'r'}{row}"
+    lines = [
+        f"%y_row{n} = mul i64 %y_row_bytes, {row}",
+        f"%y_at{n} = add i64 %y, %y_row{n}",
+        f"%y_p{n} = inttoptr i64 %y_at{n} to ptr",
+    ]
+    for v in range(VECTORS):
+        lines += [
+            f"%result{n}_{v} = load <16 x float>, ptr %total{row}_{v}",
+            f"%y_p{n}_{v} = getelementptr i8, ptr %y_p{n}, i64 {(64 if wide else 32) * v}",
+        ]
+        if wide:
+            lines.append(f"store <16 x float> %result{n}_{v}, ptr %y_p{n}_{v}, align 4")
+        else:
+            lines += [
+                f"%rounded{n}_{v} = fptrunc <16 x float> %result{n}_{v} to <16 x bfloat>",
+                f"store <16 x bfloat> %rounded{n}_{v}, ptr %y_p{n}_{v}, align 2",
+            ]
+    return lines
+
+
+def _main() -> str:
+    """One thread's share: blocks by ticket; in a block, tiles of rows."""
+    fields = "\n".join(
+        f"%{name}_p = getelementptr i64, ptr %arguments, i64 {i}\n"
+        + (f"%{name} = load i64, ptr %{name}_p" if name != "ticket" else "")
+        for i, name in enumerate(ARGUMENTS)
+    )
+    tiles = range(1, MAX_TILE_ROWS + 1)
+    cases = " ".join(f"i64 {n}, label %rows{n}" for n in tiles)
+    arguments = (
+        "i64 %block_weight, i64 %block_bias, i64 %tile_x, i64 %x_row_bytes, "
+        "i64 %tile_y, i64 %y_row_bytes, i64 %wide, i64 %row, i64 %first, i64 %second"
+    )
+    calls = "\n".join(
+        f"rows{n}:\ncall void @tile{n}({arguments})\nbr label %tile_done" for n in tiles
+    )
+    return f"""
+define void @kernel(ptr %arguments) {{
+entry:
+{fields}
+%biased = icmp ne i64 %bias, 0
+br label %take
+take:
+%block = atomicrmw add ptr %ticket_p, i64 1 monotonic
+%is_block = icmp slt i64 %block, %blocks
+br i1 %is_block, label %start, label %done
+start:
+%weight_offset = mul i64 %block, %block_bytes
+%block_weight = add i64 %weight, %weight_offset
+%y_shift = add i64 %wide, 7
+%y_offset = shl i64 %block, %y_shift
+%block_y = add i64 %y, %y_offset
+%bias_offset = shl i64 %block, 7
+%bias_at = add i64 %bias, %bias_offset
+%block_bias = select i1 %biased, i64 %bias_at, i64 0
+br label %tile
+tile:
+%row = phi i64 [ 0, %start ], [ %row1, %tile_done ]
+%x_offset = mul i64 %row, %x_row_bytes
+%tile_x = add i64 %x, %x_offset
+%tile_y_offset = mul i64 %row, %y_row_bytes
+%tile_y = add i64 %block_y, %tile_y_offset
+%left = sub i64 %rows, %row
+%many = icmp sgt i64 %left, {MAX_TILE_ROWS}
+%count = select i1 %many, i64 {MAX_TILE_ROWS}, i64 %left
+switch i64 %count, label %tile_done [ {cases} ]
+{calls}
+tile_done:
+%row1 = add i64 %row, %count
+%more = icmp slt i64 %row1, %rows
+br i1 %more, label %tile, label %take
+done:
+ret void
+}}
+"""
