@@ -2,42 +2,62 @@
 
 What a weight of few bits saves is the way from memory, so it is never written out in full: the
 kernel turns 4 bits into bfloat16 by a table in a register (one instruction for 32 weights), and
-multiplies as `few_rows` does. Integers up to 256 are exact in bfloat16, so nothing is rounded that
-the dequantised product would not round; it rounds each weight, this one none.
+multiplies as `few_rows` does. Integers up to 256 are exact in bfloat16: the dequantised weight in
+bfloat16 is rounded, this one is not.
 
 Inputs come in groups of 32 that share a scale, and in some formats a minimum, for each output:
 
     y[o] = sum over groups g of  scale[o, g] * sum of q[o, i] * x[i]  +  minimum[o, g] * sum of x[i]
 
 An 8-bit weight is two planes of 4 bits, its upper and its lower half, each with a table of its own.
-64 outputs lie together, and in them each group of 32 inputs:
+64 outputs lie together as a block, in it each group of 32 inputs:
 
-    nibbles of plane 0 [eighth][64 / 16][16 outputs][2][4 bits x 4] | of plane 1 | scale [64] | minimum [64]
+    plane 0 | plane 1 | scale [64] | minimum [64]        float16; plane 1 and minimum where there are
 
-where an eighth is 8 inputs, 16 bits hold inputs 2 n + p for n = 0 .. 3 at p = 0 or 1, and scales are
-float16. Needs AVX512-BF16 and AVX512-BW.
-"""  # noqa: E501
+    plane: [32 / 8 inputs][64 / 16 outputs][16 outputs][2] words of 16 bits; word p of an output
+    holds its inputs p, p + 2, p + 4 and p + 6 of these 8, from its lowest bits on
+"""
 
+import ctypes
+import functools
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from twostroke.model.few_rows import (
+from twostroke.arrays import Int64s
+from twostroke.model.tile_ir import (
     OUTPUTS,
+    VECTORS,
+    Arguments,
+    Compiled,
+    broadcast_pair,
+    cells_of,
+    compile_kernel,
+    head_of,
+    tail_of,
 )
 
 GROUP = 32  # inputs that share a scale
-_EIGHTH = 8  # inputs of a 64-byte vector of nibbles
+_EIGHTS = GROUP // 8
 _PLANE_BYTES = OUTPUTS * GROUP // 2
-_PREFETCH_BYTES = 2048
+_NUMBER_BYTES = OUTPUTS * 2  # a float16 for each output
+_PREFETCH_BYTES = 4096
+
+# What 4 bits stand for, as the bits of bfloat16.
+_LOW: list[int] = torch.arange(16).bfloat16().view(torch.int16).tolist()
+_HIGH: list[int] = (
+    torch.tensor([16 * i for i in (*range(8), *range(-8, 0))]).bfloat16().view(torch.int16).tolist()
+)
 
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """A weight [out, in] as integers with a scale, and perhaps a minimum, a group.
+    """A weight [out, in] as integers with a scale, and perhaps a minimum, for each group.
 
-    values: uint8 or int8 [out, in], 0 .. 15 with 4 bits, -128 .. 127 with 8
-    scales, minima: float32 [out, in / GROUP]; minima None: 0
+    values: uint8 0 .. 15 with 4 bits, int8 with 8, [out, in]
+    scales, minima: float16 [out, in / GROUP]; minima None: 0
     """
 
     bits: int
@@ -47,7 +67,234 @@ class QuantisedWeight:
 
     def dequantised(self) -> Tensor:
         """float32 [out, in]."""
-        groups = self.values.float().unflatten(-1, (-1, GROUP)) * self.scales[..., None]
+        groups = self.values.view(len(self.values), -1, GROUP).float()
+        groups = groups * self.scales.float()[..., None]
         if self.minima is not None:
-            groups += self.minima[..., None]
-        return groups.flatten(-2)
+            groups = groups + self.minima.float()[..., None]
+        return groups.flatten(1)
+
+
+class QuantisedRows:
+    """y = x @ weight.T + bias for x [R, in] bfloat16. Not for concurrent use."""
+
+    __slots__ = ("_arguments", "_keep", "_kernel", "nbytes", "num_groups", "out", "sums_groups")
+
+    def __init__(self, weight: QuantisedWeight, bias: Tensor | None) -> None:
+        """See `can_multiply` for the conditions; `bias` is bfloat16 [out]."""
+        self.out, width = weight.values.shape
+        self.num_groups = width // GROUP
+        self.sums_groups = weight.minima is not None  # needs the sums of x over groups
+        self._kernel = _compiled(weight.bits // 4, self.sums_groups)
+        packed = _pack(weight)
+        self.nbytes = packed.nbytes
+        self._keep = (packed, bias)  # the kernel knows addresses only
+        self._arguments = Arguments(
+            weight=packed.data_ptr(),
+            block_bytes=packed.nbytes // (self.out // OUTPUTS),
+            bias=0 if bias is None else bias.data_ptr(),
+            first=self.num_groups,
+            blocks=self.out // OUTPUTS,
+        )
+
+    def call(self, x: int, sums: int, y: int, row: Int64s) -> tuple[int, int]:
+        """Function and argument for a `Program`: see `FewRows.call`; `sums` as in `group_sums`."""
+        a = self._arguments
+        a.x, a.x_row_bytes, a.second = x, self.num_groups * GROUP * 2, sums
+        a.y, a.y_row_bytes, a.wide = y, self.out * 2, 0
+        row[:] = np.frombuffer(memoryview(a), np.int64)
+        return self._kernel.address, row.ctypes.data
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x must be contiguous."""
+        return self.into(torch.empty((x.shape[0], self.out), dtype=torch.bfloat16), x)
+
+    def into(self, y: Tensor, x: Tensor) -> Tensor:
+        """The product is written to y [R, out], contiguous, bfloat16 or float32; returns y."""
+        a = self._arguments
+        sums = group_sums(x) if self.sums_groups else x
+        a.x, a.x_row_bytes, a.second = x.data_ptr(), x.stride(0) * 2, sums.data_ptr()
+        a.y, a.y_row_bytes = y.data_ptr(), self.out * y.element_size()
+        a.wide = int(y.dtype == torch.float32)
+        a.rows, a.ticket = x.shape[0], 0
+        threads = torch.get_num_threads()
+        if threads == 1:
+            self._kernel.run(ctypes.addressof(a))
+        else:
+            self._kernel.run_parallel(self._kernel.address, ctypes.addressof(a), threads, 0)
+        return y
+
+
+def group_sums(x: Tensor) -> Tensor:
+    """Sums of x [R, in] over its groups: float32 [R, in / GROUP]."""
+    return x.view(len(x), -1, GROUP).sum(-1, dtype=torch.float32)
+
+
+def can_multiply(out: int, width: int) -> bool:
+    """Whether there is a kernel for a weight [out, width] on this processor."""
+    return out % OUTPUTS == 0 and width % GROUP == 0 and _works()
+
+
+@functools.cache
+def _works() -> bool:
+    try:
+        _compiled(1, True)
+    except (ImportError, AttributeError, OSError, RuntimeError):
+        return False
+    return True
+
+
+def _pack(weight: QuantisedWeight) -> Tensor:
+    """The layout that the module's text describes: uint8 [out / 64, groups, bytes of a group]."""
+    values = weight.values.view(torch.uint8)
+    planes = [values] if weight.bits == 4 else [values >> 4, values & 15]
+    blocks, groups = weight.scales.shape[0] // OUTPUTS, weight.scales.shape[1]
+    pieces = [_pack_plane(plane, blocks, groups) for plane in planes]
+    numbers = [weight.scales] if weight.minima is None else [weight.scales, weight.minima]
+    for number in numbers:
+        by_group = number.view(blocks, OUTPUTS, groups).transpose(1, 2).contiguous()
+        pieces.append(by_group.view(torch.uint8))
+    return torch.cat(pieces, -1)
+
+
+def _pack_plane(nibbles: Tensor, blocks: int, groups: int) -> Tensor:
+    # [block, vector, output, group, eight, n, p] -> [block, group, eight, vector, output, p, n]
+    shape = (blocks, VECTORS, 16, groups, _EIGHTS, 4, 2)
+    spread = nibbles.view(shape).permute(0, 3, 4, 1, 2, 6, 5).contiguous()
+    packed = spread[..., 0::2] | (spread[..., 1::2] << 4)  # two nibbles a byte, the lower first
+    return packed.view(blocks, groups, _PLANE_BYTES)
+
+
+# ---------------------------------------------------------------- the kernel
+
+
+@functools.cache
+def _compiled(num_planes: int, has_minima: bool) -> Compiled:
+    """Raises one of the errors that `_works` names where there is no kernel."""
+    return compile_kernel(lambda rows: _tile(rows, num_planes, has_minima), _DECLARATIONS)
+
+
+_DECLARATIONS = """
+declare <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16>, <32 x i16>)
+"""
+
+
+def _tile(rows: int, num_planes: int, has_minima: bool) -> str:
+    """`rows` rows of x times one block of `first` groups; `second` is the address of x's sums."""
+    cells = cells_of(rows)
+    tables = [_LOW] if num_planes == 1 else [_HIGH, _LOW]
+    group_bytes = num_planes * _PLANE_BYTES + (1 + has_minima) * _NUMBER_BYTES
+    lines = [
+        *head_of(rows),
+        "%sums_row = mul i64 %row, %first",
+        "%sums_offset = shl i64 %sums_row, 2",
+        "%sums_at = add i64 %second, %sums_offset",
+        "br label %sum",
+        "sum:",
+        "%group = phi i64 [ 0, %entry ], [ %group1, %sum ]",
+        f"%group_offset = mul i64 %group, {group_bytes}",
+        "%group_at = add i64 %weight, %group_offset",
+        "%group_p = inttoptr i64 %group_at to ptr",
+        f"%first_pair = mul i64 %group, {GROUP // 2}",
+    ]
+    acc = dict.fromkeys(cells, "zeroinitializer")
+    for eight in range(_EIGHTS):
+        lines += _load_nibbles(eight, num_planes)
+        for n in range(4):
+            pair = f"pair{eight}_{n}"
+            lines.append(f"%{pair} = add i64 %first_pair, {4 * eight + n}")
+            for r in range(rows):
+                lines += broadcast_pair(f"x{r}_{eight}_{n}", r, f"%{pair}")
+            for plane, table in enumerate(tables):
+                for v in range(VECTORS):
+                    name = f"{eight}_{n}_{plane}_{v}"
+                    lines += _look_up(name, f"nibbles{eight}_{plane}_{v}", 4 * n, table)
+                    for r in range(rows):
+                        lines.append(
+                            f"%acc{r}_{name} = call <16 x float> "
+                            "@llvm.x86.avx512bf16.dpbf16ps.512("
+                            f"<16 x float> {acc[r, v]}, <32 x bfloat> %x{r}_{eight}_{n}, "
+                            f"<32 x bfloat> %weight{name})"
+                        )
+                        acc[r, v] = f"%acc{r}_{name}"
+    lines += _scale(rows, num_planes, has_minima, acc)
+    lines += [
+        "%group1 = add i64 %group, 1",
+        "%more = icmp ult i64 %group1, %first",
+        "br i1 %more, label %sum, label %summed",
+        *tail_of(rows),
+    ]
+    return "\n".join(lines)
+
+
+def _load_nibbles(eight: int, num_planes: int) -> list[str]:
+    """A vector for each plane and 16 outputs, and a word to the memory to bring those further on."""
+    lines = []
+    for plane in range(num_planes):
+        for v in range(VECTORS):
+            name = f"{eight}_{plane}_{v}"
+            offset = plane * _PLANE_BYTES + (eight * VECTORS + v) * 64
+            lines += [
+                f"%nibbles_p{name} = getelementptr i8, ptr %group_p, i64 {offset}",
+                f"%nibbles{name} = load <32 x i16>, ptr %nibbles_p{name}, align 2",
+                f"%ahead{name} = getelementptr i8, ptr %group_p, i64 {offset + _PREFETCH_BYTES}",
+                f"call void @llvm.prefetch.p0(ptr %ahead{name}, i32 0, i32 3, i32 1)",
+            ]
+    return lines
+
+
+def _look_up(name: str, nibbles: str, shift: int, table: list[int]) -> list[str]:
+    """%weight<name> = 32 bfloat16, by the 4 bits of each word from bit `shift` on.
+
+    The instruction looks at 5 bits, so the table stands there twice.
+    """
+    entries = ", ".join(f"i16 {bits}" for bits in table * 2)
+    shifts = ", ".join([f"i16 {shift}"] * 32)
+    return [
+        f"%index{name} = lshr <32 x i16> %{nibbles}, <{shifts}>",
+        f"%found{name} = call <32 x i16> @llvm.x86.avx512.permvar.hi.512("
+        f"<32 x i16> <{entries}>, <32 x i16> %index{name})",
+        f"%weight{name} = bitcast <32 x i16> %found{name} to <32 x bfloat>",
+    ]
+
+
+def _scale(
+    rows: int, num_planes: int, has_minima: bool, acc: dict[tuple[int, int], str]
+) -> list[str]:
+    """total += scale * acc + minimum * sum of x"""
+    lines = []
+    if has_minima:
+        for r in range(rows):
+            lines += [
+                f"%sums_next{r} = mul i64 %first, {4 * r}",
+                f"%sums_of{r} = add i64 %sums_at, %sums_next{r}",
+                f"%sums_p{r} = inttoptr i64 %sums_of{r} to ptr",
+                f"%sum_p{r} = getelementptr float, ptr %sums_p{r}, i64 %group",
+                f"%sum{r} = load float, ptr %sum_p{r}, align 4",
+                f"%sum_one{r} = insertelement <16 x float> poison, float %sum{r}, i32 0",
+                f"%sum_all{r} = shufflevector <16 x float> %sum_one{r}, <16 x float> poison, "
+                "<16 x i32> zeroinitializer",
+            ]
+    for v in range(VECTORS):
+        for number, kind in enumerate(("scale", "minimum")[: 1 + has_minima]):
+            offset = num_planes * _PLANE_BYTES + number * _NUMBER_BYTES + 32 * v
+            lines += [
+                f"%{kind}_p{v} = getelementptr i8, ptr %group_p, i64 {offset}",
+                f"%{kind}_h{v} = load <16 x half>, ptr %{kind}_p{v}, align 2",
+                f"%{kind}{v} = fpext <16 x half> %{kind}_h{v} to <16 x float>",
+            ]
+        for r in range(rows):
+            n = f"{r}_{v}"
+            lines += [
+                f"%before{n} = load <16 x float>, ptr %total{n}",
+                f"%scaled{n} = fmul contract <16 x float> {acc[r, v]}, %scale{v}",
+                f"%after{n} = fadd contract <16 x float> %before{n}, %scaled{n}",
+            ]
+            result = f"%after{n}"
+            if has_minima:
+                lines += [
+                    f"%shift{n} = fmul contract <16 x float> %sum_all{r}, %minimum{v}",
+                    f"%shifted{n} = fadd contract <16 x float> %after{n}, %shift{n}",
+                ]
+                result = f"%shifted{n}"
+            lines.append(f"store <16 x float> {result}, ptr %total{n}")
+    return lines

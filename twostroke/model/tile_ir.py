@@ -6,10 +6,14 @@ that sums stay in registers. A kernel brings these functions, and says what it c
 numbers that they are given.
 """
 
+import contextlib
 import ctypes
+import hashlib
+import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from twostroke.config import cache_dir
 from twostroke.model.openmp import load_openmp
 
 MAX_TILE_ROWS = 6  # x 4 vectors are accumulated in 24 of 32 registers
@@ -61,13 +65,39 @@ def compile_kernel(tile: Callable[[int], str], *declarations: str) -> Compiled:
         cpu=binding.get_host_cpu_name(), features=features.flatten(), opt=2, jit=True
     )
     tiles = map(tile, range(1, MAX_TILE_ROWS + 1))
-    module = binding.parse_assembly("\n".join([DECLARATIONS, *declarations, *tiles, _main()]))
+    text = "\n".join([DECLARATIONS, *declarations, *tiles, _main()])
+    module = binding.parse_assembly(text)
     module.verify()
     engine = binding.create_mcjit_compiler(module, target)
+    _use_object_cache(engine, f"{text}{target.triple}{binding.get_host_cpu_name()}{features}")
     engine.finalize_object()
     address: int = engine.get_function_address("kernel")
     run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
     return Compiled(engine, address, run, openmp.GOMP_parallel)
+
+
+def _use_object_cache(engine: Any, key: str) -> None:
+    """Machine code is kept in the user's cache directory, under the digest of all it follows from.
+
+    Its own digest stands before it, so that what was damaged is compiled again.
+    """
+    file = cache_dir() / "kernels" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.o"
+
+    def keep(_module: object, code: bytes) -> None:
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = file.with_suffix(f".{os.getpid()}")
+            unfinished.write_bytes(hashlib.sha256(code).digest() + code)
+            unfinished.replace(file)
+
+    def kept(_module: object) -> bytes | None:
+        try:
+            data = file.read_bytes()
+        except OSError:
+            return None
+        return data[32:] if hashlib.sha256(data[32:]).digest() == data[:32] else None
+
+    engine.set_object_cache(keep, kept)
 
 
 DECLARATIONS = """
