@@ -28,6 +28,7 @@ Policy = Literal["fcfs", "priority"]
 Admission = Literal["head", "loads", "backfill"]
 Preemption = Literal["last", "least_lost"]
 Role = Literal["prefill", "decode", "both"]  # what the router sends to an engine
+Quantization = Literal["auto", "none", "int8", "int4"]
 ENV_PREFIX = "TWOSTROKE_"
 MAX_SPECULATIVE_TOKENS = 128  # vLLM's bound
 MAX_SHUTDOWN_TIMEOUT_S = 86_400
@@ -85,6 +86,9 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = _setting("auto", "dummy: random weights, no file read")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
         "auto", "type of weights and arithmetic"
+    )
+    quantization: Quantization = _setting(
+        "auto", "weights of 4 and 8 bits on a CPU: as the file has them; never; rounded on load"
     )
     seed: int = _setting(0, "seed of requests that bring none, and of dummy weights")
     # device

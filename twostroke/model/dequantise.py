@@ -31,12 +31,12 @@ def dequantise(stored: Tensor, kind: GgmlType, dtype: torch.dtype) -> Tensor:
     return values.flatten()
 
 
-def _half(column: Tensor) -> Tensor:
+def half(column: Tensor) -> Tensor:
     """Two bytes of each block as a float16 scale: [n, 2] -> float32 [n, 1]."""
     return column.contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: Tensor) -> Tensor:
+def nibbles(packed: Tensor) -> Tensor:
     """[n, b] -> [n, 2 b] uint8: all low halves, then all high halves."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
@@ -48,30 +48,30 @@ def _bits(packed: Tensor) -> Tensor:
 
 
 def _q8_0(blocks: Tensor) -> Tensor:  # d, 32 x int8
-    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks[:, :2]))
+    return blocks[:, 2:].view(torch.int8).float().mul_(half(blocks[:, :2]))
 
 
 def _q4_0(blocks: Tensor) -> Tensor:  # d, 16 x 2 nibbles
-    return _nibbles(blocks[:, 2:]).float().sub_(8).mul_(_half(blocks[:, :2]))
+    return nibbles(blocks[:, 2:]).float().sub_(8).mul_(half(blocks[:, :2]))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:  # d, m, 16 x 2 nibbles
-    d, m = _half(blocks[:, :2]), _half(blocks[:, 2:4])
-    return _nibbles(blocks[:, 4:]).float().mul_(d).add_(m)
+    d, m = half(blocks[:, :2]), half(blocks[:, 2:4])
+    return nibbles(blocks[:, 4:]).float().mul_(d).add_(m)
 
 
 def _q5_0(blocks: Tensor) -> Tensor:  # d, 32 high bits, 16 x 2 nibbles
-    q = _nibbles(blocks[:, 6:]) | (_bits(blocks[:, 2:6]) << 4)
-    return q.float().sub_(16).mul_(_half(blocks[:, :2]))
+    q = nibbles(blocks[:, 6:]) | (_bits(blocks[:, 2:6]) << 4)
+    return q.float().sub_(16).mul_(half(blocks[:, :2]))
 
 
 def _q5_1(blocks: Tensor) -> Tensor:  # d, m, 32 high bits, 16 x 2 nibbles
-    d, m = _half(blocks[:, :2]), _half(blocks[:, 2:4])
-    q = _nibbles(blocks[:, 8:]) | (_bits(blocks[:, 4:8]) << 4)
+    d, m = half(blocks[:, :2]), half(blocks[:, 2:4])
+    q = nibbles(blocks[:, 8:]) | (_bits(blocks[:, 4:8]) << 4)
     return q.float().mul_(d).add_(m)
 
 
-def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """d and m of the 8 groups of a K block, [n, 8, 1] each.
 
     16 six-bit numbers in 12 bytes: four scales and four minima in the low bits of bytes 0-7, the
@@ -81,31 +81,31 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
     low, high, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((low & 63, (rest & 15) | ((low >> 2) & 48)), -1)
     minima = torch.cat((high & 63, (rest >> 4) | ((high >> 2) & 48)), -1)
-    d = _half(blocks[:, :2]) * scales.float()
-    m = _half(blocks[:, 2:4]) * minima.float()
+    d = half(blocks[:, :2]) * scales.float()
+    m = half(blocks[:, 2:4]) * minima.float()
     return d[..., None], m[..., None]
 
 
 def _q4_k(blocks: Tensor) -> Tensor:  # d, m, 12 bytes of scales, 4 x 32 x 2 nibbles
-    d, m = _scales_and_minima(blocks)
-    q = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32)
+    d, m = scales_and_minima(blocks)
+    q = nibbles(blocks[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32)
     return q.float().mul_(d).sub_(m).flatten(1)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:  # as Q4_K, with 32 bytes of high bits before the nibbles
-    d, m = _scales_and_minima(blocks)
-    q = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32)
+    d, m = scales_and_minima(blocks)
+    q = nibbles(blocks[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32)
     # Bit g of high byte i belongs to value i of group g.
     high = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
     return (q | (high << 4)).float().mul_(d).sub_(m).flatten(1)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:  # 2 x 64 x 2 nibbles, 2 x 32 x 4 bit pairs, 16 x int8, d
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 8, 32)
+    low = nibbles(blocks[:, :128].reshape(-1, 2, 64)).view(-1, 8, 32)
     pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32)
     high = (pairs >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]) & 3
     q = (low | (high.view(-1, 8, 32) << 4)).float().sub_(32)
-    scales = _half(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8).float()
+    scales = half(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8).float()
     return q.view(-1, 16, 16).mul_(scales[..., None]).flatten(1)
 
 

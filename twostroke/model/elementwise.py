@@ -88,6 +88,7 @@ class Kernels:
         self.add_norm = compiled.address("add_norm")
         self.rotate = compiled.address("rotate")
         self.silu_multiply = compiled.address("silu_multiply")
+        self.group_sums = compiled.address("group_sums")
         self._openmp = load_openmp()
         self.thread_num = 0
         if self._openmp is not None:

@@ -29,6 +29,7 @@ from twostroke.model.compiled import (
     words,
 )
 
+GROUP = 32  # see `quantised`
 _LANES = 32  # partial sums, added up in a fixed order
 _LOG2_E = np.float32(1.4426950408889634)
 # 2**x on [-0.5, 0.5], lowest power first: least relative error in float32 at degree 5 with 2**0
@@ -140,6 +141,19 @@ def silu_multiply_rows(gate_up: int, out: int, first: int, last: int, width: int
             target[i] = to_bf16(silu * from_bf16(up[i]))
 
 
+@inner
+def group_sums_rows(x: int, sums: int, first: int, last: int, groups: int) -> None:
+    """Sums of each GROUP values of x, bfloat16 [rows, groups * GROUP]; float32 [rows, groups]."""
+    for row in range(first, last):
+        values = halves(x + row * groups * GROUP * 2, groups * GROUP)
+        out = floats(sums + row * groups * 4, groups)
+        for group in range(groups):
+            total = np.float32(0.0)
+            for i in range(group * GROUP, (group + 1) * GROUP):
+                total += from_bf16(values[i])
+            out[group] = total
+
+
 # ---------------------------------------------------------------- C functions
 # `void kernel(int64 *arguments)`: rows, threads, address of omp_get_thread_num (0: one thread),
 # then what is unpacked below.
@@ -173,7 +187,18 @@ def _silu_multiply(arguments: Any) -> None:
     silu_multiply_rows(a[3], a[4], first, last, a[5])
 
 
-_FUNCTIONS = {"add_norm": _add_norm, "rotate": _rotate, "silu_multiply": _silu_multiply}
+def _group_sums(arguments: Any) -> None:
+    a = numba.carray(arguments, NUM_ARGUMENTS)
+    first, last = _share(a)
+    group_sums_rows(a[3], a[4], first, last, a[5])
+
+
+_FUNCTIONS = {
+    "add_norm": _add_norm,
+    "rotate": _rotate,
+    "silu_multiply": _silu_multiply,
+    "group_sums": _group_sums,
+}
 _CACHE = use_kernel_cache(__file__, compiled.__file__)
 
 

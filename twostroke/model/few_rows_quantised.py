@@ -20,13 +20,13 @@ An 8-bit weight is two planes of 4 bits, its upper and its lower half, each with
 
 import ctypes
 import functools
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from twostroke.arrays import Int64s
+from twostroke.model.quantised import GROUP, QuantisedWeight
 from twostroke.model.tile_ir import (
     OUTPUTS,
     VECTORS,
@@ -39,7 +39,8 @@ from twostroke.model.tile_ir import (
     tail_of,
 )
 
-GROUP = 32  # inputs that share a scale
+# Above, turning 4 bits into numbers takes longer than reading 16: see benchmarks/linear.py.
+MAX_QUANTISED_ROWS = 4
 _EIGHTS = GROUP // 8
 _PLANE_BYTES = OUTPUTS * GROUP // 2
 _NUMBER_BYTES = OUTPUTS * 2  # a float16 for each output
@@ -52,39 +53,17 @@ _HIGH: list[int] = (
 )
 
 
-@dataclass(frozen=True)
-class QuantisedWeight:
-    """A weight [out, in] as integers with a scale, and perhaps a minimum, for each group.
-
-    values: uint8 0 .. 15 with 4 bits, int8 with 8, [out, in]
-    scales, minima: float16 [out, in / GROUP]; minima None: 0
-    """
-
-    bits: int
-    values: Tensor
-    scales: Tensor
-    minima: Tensor | None
-
-    def dequantised(self) -> Tensor:
-        """float32 [out, in]."""
-        groups = self.values.view(len(self.values), -1, GROUP).float()
-        groups = groups * self.scales.float()[..., None]
-        if self.minima is not None:
-            groups = groups + self.minima.float()[..., None]
-        return groups.flatten(1)
-
-
 class QuantisedRows:
     """y = x @ weight.T + bias for x [R, in] bfloat16. Not for concurrent use."""
 
-    __slots__ = ("_arguments", "_keep", "_kernel", "nbytes", "num_groups", "out", "sums_groups")
+    __slots__ = ("_arguments", "_keep", "_kernel", "nbytes", "needs_sums", "num_groups", "out")
 
     def __init__(self, weight: QuantisedWeight, bias: Tensor | None) -> None:
         """See `can_multiply` for the conditions; `bias` is bfloat16 [out]."""
         self.out, width = weight.values.shape
         self.num_groups = width // GROUP
-        self.sums_groups = weight.minima is not None  # needs the sums of x over groups
-        self._kernel = _compiled(weight.bits // 4, self.sums_groups)
+        self.needs_sums = weight.minima is not None  # needs the sums of x over groups
+        self._kernel = _compiled(weight.bits // 4, self.needs_sums)
         packed = _pack(weight)
         self.nbytes = packed.nbytes
         self._keep = (packed, bias)  # the kernel knows addresses only
@@ -111,7 +90,7 @@ class QuantisedRows:
     def into(self, y: Tensor, x: Tensor) -> Tensor:
         """The product is written to y [R, out], contiguous, bfloat16 or float32; returns y."""
         a = self._arguments
-        sums = group_sums(x) if self.sums_groups else x
+        sums = group_sums(x) if self.needs_sums else x
         a.x, a.x_row_bytes, a.second = x.data_ptr(), x.stride(0) * 2, sums.data_ptr()
         a.y, a.y_row_bytes = y.data_ptr(), self.out * y.element_size()
         a.wide = int(y.dtype == torch.float32)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from twostroke.gguf_header import TensorInfo, read_gguf
 from twostroke.model.dequantise import dequantise
+from twostroke.model.quantised import QuantisedWeight, from_ggml
 from twostroke.model.weights import ALL, Part
 from twostroke.shape import ModelShape
 
@@ -69,11 +70,30 @@ class GgufSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
-    def read(self, name: str, part: Part = ALL) -> tuple[Tensor, int]:
-        info, shape, expert = self._weights[name]
+    def read_quantised(self, name: str) -> QuantisedWeight | None:
+        """A matrix as it is stored, its rows as `read` has them; None when it is not in a format
+        that is multiplied as it is."""
+        info, shape, _ = self._weights[name]
+        blocks = self._stored(name).view(-1, info.kind.block_bytes)
+        weight = from_ggml(blocks, info.kind, shape[-1]) if len(shape) == 2 else None
+        if weight is not None and self._is_in_pairs(name):
+            weight = weight.rows(_out_of_pairs(torch.arange(shape[0]), self._shape.head_dim))
+        return weight
+
+    def _stored(self, name: str) -> Tensor:
+        info, _, expert = self._weights[name]
         stored = torch.from_numpy(self._file.bytes_of(info))
-        if expert is not None:
-            stored = stored.view(info.shape[0], -1)[expert]
+        return stored if expert is None else stored.view(info.shape[0], -1)[expert]
+
+    def _is_in_pairs(self, name: str) -> bool:
+        """convert_hf_to_gguf.py stores the q and k rows of Llama and Mistral in pairs, those of
+        Qwen as they are."""
+        of_heads = ".q_proj." in name or ".k_proj." in name
+        return self._shape.architecture == "llama" and of_heads
+
+    def read(self, name: str, part: Part = ALL) -> tuple[Tensor, int]:
+        info, shape, _ = self._weights[name]
+        stored = self._stored(name)
         # Blocks lie within rows, the last dimension; those that the part touches are converted.
         kind = info.kind
         columns = part[-1] if len(part) == len(shape) else slice(0, shape[-1])
@@ -84,9 +104,7 @@ class GgufSource:
         values = dequantise(stored, kind, self._dtype).view(*blocks.shape[:-2], -1)
         start = first * kind.block_size
         values = values[..., columns.start - start : columns.stop - start]
-        if self._shape.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
-            # convert_hf_to_gguf.py stores the q and k rows of Llama and Mistral in pairs, those
-            # of Qwen as they are.
+        if self._is_in_pairs(name):
             values = _out_of_pairs(values, self._shape.head_dim)
         return values, stored.nbytes
 

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twostroke.model.elementwise import Elementwise
-from twostroke.model.few_rows import MAX_ROWS, few_rows
+from twostroke.model.few_rows import MAX_ROWS, FewRows, few_rows
+from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS, QuantisedRows
+from twostroke.model.quantised import QuantisedWeight
 from twostroke.shape import ModelShape, RopeScaling
 
 
@@ -36,27 +38,53 @@ class Linear:
     """y = x @ weight.T + bias, for x [R, in] and weight [out, in].
 
     On a CPU the weight is kept in oneDNN's own layout: twice as fast as F.linear for one row, and
-    no slower for many. Few rows of bfloat16 take a kernel of our own, twice as fast again.
+    no slower for many. Few rows of bfloat16 take a kernel of our own, twice as fast again. With a
+    `quantised` form of the weight, very few rows take that, of which less must be read; without the
+    other form, all do.
     """
 
-    __slots__ = ("_bias", "_packed", "_weight", "few_rows", "weight_bytes")
+    __slots__ = ("_bias", "_packed", "_weight", "few_rows", "quantised", "weight_bytes")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor | None,
+        bias: Tensor | None = None,
+        quantised: QuantisedWeight | None = None,
+    ) -> None:
         self._bias = bias
-        self._packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
-        self._weight = _pack(weight) if self._packed else weight
-        self.few_rows = few_rows(self._weight, bias) if self._packed else None
-        self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        self.quantised = None if quantised is None else QuantisedRows(quantised, bias)
+        self.weight_bytes = 0 if bias is None else bias.nbytes
+        self._packed, self._weight = False, weight
+        self.few_rows: FewRows | None = None
+        if self.quantised is not None:
+            self.weight_bytes += self.quantised.nbytes
+        if weight is not None:
+            self.weight_bytes += weight.nbytes
+            self._packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
+        if weight is not None and self._packed:
+            self._weight = _pack(weight)
+            self.few_rows = few_rows(self._weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._takes_quantised(x):
+            assert self.quantised is not None
+            return self.quantised(x.contiguous())
+        assert self._weight is not None
         if self.few_rows is not None and x.shape[0] <= MAX_ROWS and x.stride(-1) == 1:
             return self.few_rows(x)
         if self._packed:
             return _packed_linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
 
+    def _takes_quantised(self, x: Tensor) -> bool:
+        return self.quantised is not None and (self._weight is None or len(x) <= MAX_QUANTISED_ROWS)
+
     def in_float32(self, x: Tensor) -> Tensor:
         """The product with its sums kept in float32 where the kernel can, else widened."""
+        if self._takes_quantised(x):
+            assert self.quantised is not None
+            y = torch.empty((x.shape[0], self.quantised.out), dtype=torch.float32)
+            return self.quantised.into(y, x.contiguous())
         if self.few_rows is None:
             return self(x).float()
         y = torch.empty((x.shape[0], self.few_rows.out), dtype=torch.float32)

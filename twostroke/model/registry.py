@@ -6,19 +6,22 @@ tensor-parallel group reads its part alone (see `parallel`).
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from twostroke.checkpoint import Checkpoint, Progress, find_weights
+from twostroke.config import Quantization
+from twostroke.model.few_rows_quantised import can_multiply
 from twostroke.model.gguf import GgufSource
 from twostroke.model.layers import Linear, Mlp, in_pairs
 from twostroke.model.llama import DecoderModel, Layer
 from twostroke.model.memory import keep_freed_memory
 from twostroke.model.moe import SparseMlp
 from twostroke.model.parallel import ALONE, Group, Shard
+from twostroke.model.quantised import QuantisedWeight, quantise, stack
 from twostroke.model.weights import (
     ALL,
     DummySource,
@@ -29,6 +32,8 @@ from twostroke.model.weights import (
 )
 from twostroke.shape import ModelShape
 
+Reorder = Callable[[int, Tensor], Tensor]  # of the i-th of several weights, its rows
+
 
 def load_model(
     checkpoint: Checkpoint,
@@ -38,11 +43,14 @@ def load_model(
     seed: int = 0,
     progress: Progress | None = None,
     group: Group = ALONE,
+    quantization: Quantization = "none",
+    keep_dequantised: bool = True,
 ) -> DecoderModel:
     """Read a checkpoint's weights into a model in `dtype` on `device`: those of a rank of `group`.
 
     `seed` is that of dummy weights; `progress` gets ("weights", bytes read, bytes in all), where
-    the other ranks are taken to be as far. Raises ModelError naming the file and the tensor that
+    the other ranks are taken to be as far. `quantization` and `keep_dequantised`: see `Quantiser`.
+    Raises ModelError naming the file and the tensor that
     is missing, left over or wrong.
     """
     if device.type == "cpu":
@@ -50,7 +58,9 @@ def load_model(
     source = _open_source(checkpoint, dtype, seed)
     try:
         check_tensors(source, checkpoint.shape, checkpoint.path)
-        return _Builder(checkpoint.shape, source, dtype, device, progress, group).model()
+        on_cpu = device.type == "cpu" and dtype == torch.bfloat16 and group.size == 1
+        quantiser = Quantiser(source, quantization if on_cpu else "none", keep_dequantised)
+        return _Builder(checkpoint.shape, source, dtype, device, progress, group, quantiser).model()
     finally:
         source.close()
 
@@ -61,6 +71,48 @@ def _open_source(checkpoint: Checkpoint, dtype: torch.dtype, seed: int) -> Weigh
     if checkpoint.format == "gguf":
         return GgufSource(checkpoint.path, checkpoint.shape, dtype)
     return SafetensorsSource(find_weights(checkpoint.path))
+
+
+class Quantiser:
+    """Finds or makes the 4- and 8-bit forms of weights.
+
+    auto: as the file has them, where it has; int8, int4: rounded on load; none: no such form. With
+    `keep_dequantised` weights are kept in the model's type too, which many rows are faster with.
+    """
+
+    def __init__(self, source: WeightSource, kind: Quantization, keep_dequantised: bool) -> None:
+        self._source = source
+        self._kind = kind
+        self._keep_dequantised = keep_dequantised
+
+    def find(self, names: Sequence[str], reorder: Reorder) -> QuantisedWeight | None:
+        """The rows of these weights on top of each other, or None."""
+        if self._kind == "none":
+            return None
+        shapes = [self._source.shapes()[name] for name in names]
+        if not can_multiply(sum(rows for rows, _ in shapes), shapes[0][1]):
+            return None
+        parts = []
+        for i, (name, (num_rows, _)) in enumerate(zip(names, shapes, strict=True)):
+            part = self._one(name)
+            if part is None:
+                return None
+            order = reorder(i, torch.arange(num_rows))
+            parts.append(part.rows(order))
+        return stack(parts)
+
+    def _one(self, name: str) -> QuantisedWeight | None:
+        if self._kind in ("int8", "int4"):
+            return quantise(self._source.read(name)[0], 8 if self._kind == "int8" else 4)
+        return self._source.read_quantised(name) if isinstance(self._source, GgufSource) else None
+
+    def keeps(self, quantised: QuantisedWeight | None) -> bool:
+        """Whether the weight is wanted in the model's type."""
+        return quantised is None or self._keep_dequantised
+
+
+def _as_they_are(_i: int, rows: Tensor) -> Tensor:
+    return rows
 
 
 class _Builder:
@@ -74,7 +126,9 @@ class _Builder:
         device: torch.device,
         progress: Progress | None,
         group: Group,
+        quantiser: Quantiser,
     ) -> None:
+        self._quantiser = quantiser
         self._shape = shape
         self._group = group
         self._shard = Shard(shape, group.rank, group.size)
@@ -106,7 +160,12 @@ class _Builder:
         """Embedding, final norm and LM head."""
         embedding = self._vocabulary("model.embed_tokens.weight")
         tied = self._shape.tie_word_embeddings
-        head = Linear(embedding if tied else self._vocabulary("lm_head.weight"))
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        quantised = self._quantiser.find([name], _as_they_are)
+        if self._quantiser.keeps(quantised):
+            head = Linear(embedding if tied else self._vocabulary(name), None, quantised)
+        else:
+            head = Linear(None, None, quantised)
         return embedding, self._tensor("model.norm.weight").float(), head
 
     def _vocabulary(self, name: str) -> Tensor:
@@ -173,12 +232,13 @@ class _Builder:
         names: list[str],
         parts: list[slice],
         bias: bool,
-        reorder: Callable[[int, Tensor], Tensor] = lambda i, rows: rows,
+        reorder: Reorder = _as_they_are,
     ) -> Linear:
         """One linear layer from the rows `parts` of several, stacked along their outputs."""
-        kinds = ("weight", "bias") if bias else ("weight",)
-        stacked = []
-        for kind in kinds:
+        quantised = self._quantiser.find([f"{name}.weight" for name in names], reorder)
+        kinds = ["weight"] if self._quantiser.keeps(quantised) else []
+        stacked: dict[str, Tensor] = {}
+        for kind in [*kinds, "bias"] if bias else kinds:
             columns = self._source.shapes()[f"{names[0]}.{kind}"][1:]
             num_rows = sum(part.stop - part.start for part in parts)
             out = torch.empty((num_rows, *columns), dtype=self._dtype, device=self._device)
@@ -187,15 +247,18 @@ class _Builder:
                 rows = reorder(i, self._read(f"{name}.{kind}", (part,)))
                 out[row : row + len(rows)].copy_(rows)
                 row += len(rows)
-            stacked.append(out)
-        return Linear(*stacked)
+            stacked[kind] = out
+        return Linear(stacked.get("weight"), stacked.get("bias"), quantised)
 
     def _summand(self, name: str, columns: slice, bias: bool) -> Linear:
         """A linear layer of some of the inputs; the bias is in the first rank's summand alone."""
         whole = self._source.shapes()[f"{name}.weight"][0]
-        weight = self._tensor(f"{name}.weight", (slice(0, whole), columns))
+        quantised = self._quantiser.find([f"{name}.weight"], _as_they_are)
+        weight = None
+        if self._quantiser.keeps(quantised):
+            weight = self._tensor(f"{name}.weight", (slice(0, whole), columns))
         with_bias = bias and self._group.rank == 0
-        return Linear(weight, self._tensor(f"{name}.bias") if with_bias else None)
+        return Linear(weight, self._tensor(f"{name}.bias") if with_bias else None, quantised)
 
     def _tensor(self, name: str, part: Part = ALL) -> Tensor:
         """A copy of a tensor in the model's type and place: a source may unmap its own."""

@@ -3,7 +3,9 @@
     residual sum + norm ▶ qkv ▶ rotate ▶ attend ▶ output ▶ residual sum + norm ▶ gate, up ▶ SiLU ▶ down
 
 The kernels are those that `DecoderModel.forward` calls one by one, so a token's result is the same
-to the last bit; what is saved is the way to them (some 8 ms of a step of SmolLM2 on two cores).
+to the last bit; what is saved is the way to them (some 3 ms of a step of SmolLM2 on two cores).
+
+Weights that are kept in 4 or 8 bits have a program of their own, for very few tokens.
 """  # noqa: E501
 
 from typing import TYPE_CHECKING
@@ -14,9 +16,11 @@ from torch import Tensor
 
 from twostroke.model import tile_ir
 from twostroke.model.elementwise import float_bits, kernels
-from twostroke.model.few_rows import MAX_ROWS, FewRows
+from twostroke.model.few_rows import MAX_ROWS
+from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS
 from twostroke.model.layers import Linear, Mlp
 from twostroke.model.llama import DecoderModel
+from twostroke.model.quantised import GROUP
 from twostroke.worker.attention import PagedAttention
 
 if TYPE_CHECKING:
@@ -29,15 +33,22 @@ def few_tokens(model: DecoderModel, attention: PagedAttention) -> "FewTokens | N
         return None
     from twostroke.worker.attention_numba import NumbaAttention  # here, because numba is there
 
+    if not isinstance(attention, NumbaAttention):
+        return None
     linears = [
         linear
         for layer in model.layers
         if isinstance(layer.mlp, Mlp)
         for linear in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
     ]
-    if len(linears) < 4 * len(model.layers) or any(linear.few_rows is None for linear in linears):
+    if len(linears) < 4 * len(model.layers):
         return None
-    return FewTokens(model, attention) if isinstance(attention, NumbaAttention) else None
+    whole = all(linear.few_rows is not None for linear in linears)
+    few_bits = any(linear.quantised is not None for linear in linears)
+    if not whole and any(linear.quantised is None for linear in linears):
+        return None
+    most = [(MAX_QUANTISED_ROWS if whole else MAX_ROWS, True)] if few_bits else []
+    return FewTokens(model, attention, [*most, (MAX_ROWS, False)] if whole else most)
 
 
 class FewTokens:
@@ -45,97 +56,137 @@ class FewTokens:
 
     max_tokens = MAX_ROWS
 
-    def __init__(self, model: DecoderModel, attention: "NumbaAttention") -> None:
-        from twostroke.model.elementwise_kernels import NUM_ARGUMENTS
-        from twostroke.model.program import Program
-
-        shape, shard = model.shape, model.shard
+    def __init__(
+        self, model: DecoderModel, attention: "NumbaAttention", programs: list[tuple[int, bool]]
+    ) -> None:
+        """`programs`: for up to how many tokens, and whether with weights of few bits; the first
+        that is large enough runs."""
         self._model = model
-        self._threads = torch.get_num_threads()
-        dense = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Mlp)]
-        heads = shard.num_heads + 2 * shard.num_kv_heads
-
-        def buffer(*dims: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.zeros((MAX_ROWS, *dims), dtype=dtype)
-
-        self._h = buffer(shape.hidden_size, dtype=torch.float32)
-        self._x, self._y = buffer(shape.hidden_size), buffer(shape.hidden_size)
-        self._qkv = buffer(heads, shape.head_dim)
-        self._attended = buffer(shard.num_heads * shape.head_dim)
-        widest = max(_product_of(mlp.gate_up).out // 2 for mlp in dense)
-        self._gate_up, self._act = buffer(2 * widest), buffer(widest)
-        self._rotations = buffer(2, shape.head_dim // 2, dtype=torch.float32)
-        self._attention = attention.program(self._qkv, self._attended)
-        self._linear_arguments = np.zeros((4 * len(model.layers), tile_ir.NUM_ARGUMENTS), np.int64)
-        self._small_arguments = np.zeros((4 * len(model.layers) + 1, NUM_ARGUMENTS), np.int64)
-        self._num_linears = self._num_small = 0
-        self._program = Program(self._calls(model))
+        self._buffers = _Buffers(model)
+        self._attention = attention.program(self._buffers.qkv, self._buffers.attended)
+        self._programs = [
+            (most, _Table(model, self._buffers, self._attention.calls, few_bits))
+            for most, few_bits in programs
+        ]
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """token_ids and positions [T] -> hidden states [T, hidden], as `DecoderModel.forward`.
 
         The attention must have planned the step. The result is overwritten by the next step.
         """
-        count = len(token_ids)
-        self._h[:count] = self._model.embed(token_ids)
-        self._rotations[:count] = self._model.rotary.rotations(positions)
-        self._linear_arguments[:, tile_ir.ROWS] = count
-        self._linear_arguments[:, tile_ir.TICKET] = 0
-        self._small_arguments[:, 0] = count
+        count, buffers = len(token_ids), self._buffers
+        buffers.h[:count] = self._model.embed(token_ids)
+        buffers.rotations[:count] = self._model.rotary.rotations(positions)
         self._attention.begin()
-        self._program.run()
-        return self._x[:count]
+        next(table for most, table in self._programs if count <= most).run(count)
+        return buffers.x[:count]
 
-    # ------------------------------------------------------------ the table
 
-    def _calls(self, model: DecoderModel) -> list[tuple[int, int]]:
+class _Buffers:
+    """What kernels hand to each other, for MAX_ROWS tokens."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        shape, shard = model.shape, model.shard
+        widest = max(
+            _width(layer.mlp.gate_up) // 2 for layer in model.layers if isinstance(layer.mlp, Mlp)
+        )
+
+        def buffer(*dims: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.zeros((MAX_ROWS, *dims), dtype=dtype)
+
+        self.h = buffer(shape.hidden_size, dtype=torch.float32)
+        self.x, self.y = buffer(shape.hidden_size), buffer(shape.hidden_size)
+        self.qkv = buffer(shard.num_heads + 2 * shard.num_kv_heads, shape.head_dim)
+        self.attended = buffer(shard.num_heads * shape.head_dim)
+        self.gate_up, self.act = buffer(2 * widest), buffer(widest)
+        self.rotations = buffer(2, shape.head_dim // 2, dtype=torch.float32)
+        largest = max(shape.hidden_size, widest, shard.num_heads * shape.head_dim)
+        self.sums = buffer(-(-largest // GROUP), dtype=torch.float32)
+
+
+class _Table:
+    """A `Program`, and its kernels' arguments."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        buffers: _Buffers,
+        attention: list[tuple[int, int]],
+        few_bits: bool,
+    ) -> None:
+        from twostroke.model.elementwise_kernels import NUM_ARGUMENTS
+        from twostroke.model.program import Program
+
         kernel = kernels()
         assert kernel is not None
-        shape, shard = model.shape, model.shard
+        self._kernel = kernel
+        self._few_bits = few_bits
+        self._sums = buffers.sums.data_ptr()
+        self._threads = torch.get_num_threads()
+        num_layers = len(model.layers)
+        self._products = np.zeros((4 * num_layers, tile_ir.NUM_ARGUMENTS), np.int64)
+        self._small = np.zeros((8 * num_layers + 1, NUM_ARGUMENTS), np.int64)
+        self._num_products = self._num_small = 0
+        self._calls: list[tuple[int, int]] = []
+        self._list_calls(model, buffers, attention)
+        self._program = Program(self._calls)
+
+    def run(self, num_tokens: int) -> None:
+        self._products[:, tile_ir.ROWS] = num_tokens
+        self._products[:, tile_ir.TICKET] = 0
+        self._small[:, 0] = num_tokens
+        self._program.run()
+
+    def _list_calls(
+        self, model: DecoderModel, buffers: _Buffers, attention: list[tuple[int, int]]
+    ) -> None:
+        shape, shard, kernel = model.shape, model.shard, self._kernel
         eps = float_bits(shape.rms_norm_eps)
-        h, x, y = self._h.data_ptr(), self._x.data_ptr(), self._y.data_ptr()
-        qkv, attended = self._qkv.data_ptr(), self._attended.data_ptr()
-        gate_up, act = self._gate_up.data_ptr(), self._act.data_ptr()
-        rotations, rotated = self._rotations.data_ptr(), shard.num_heads + shard.num_kv_heads
-        hidden, added, calls = shape.hidden_size, 0, []
-        for layer, attend in zip(model.layers, self._attention.calls, strict=True):
+        h, x, y = buffers.h.data_ptr(), buffers.x.data_ptr(), buffers.y.data_ptr()
+        qkv, attended = buffers.qkv.data_ptr(), buffers.attended.data_ptr()
+        gate_up, act = buffers.gate_up.data_ptr(), buffers.act.data_ptr()
+        rotations, rotated = buffers.rotations.data_ptr(), shard.num_heads + shard.num_kv_heads
+        heads, hidden, added = rotated + shard.num_kv_heads, shape.hidden_size, 0
+        for layer, attend in zip(model.layers, attention, strict=True):
             mlp = layer.mlp
             assert isinstance(mlp, Mlp)
             norm = 0 if layer.qk_norm is None else layer.qk_norm.data_ptr()
-            width = _product_of(mlp.gate_up).out // 2
-            calls += [
-                self._small(kernel.add_norm, h, added, layer.input_norm.data_ptr(), x, hidden, eps),
-                self._product(layer.qkv, x, qkv),
-                self._small(
-                    *(kernel.rotate, qkv, rotations, norm),
-                    *(rotated, rotated + shard.num_kv_heads, shape.head_dim, eps),
-                ),
-                attend,
-                self._product(layer.output, attended, y),
-                self._small(kernel.add_norm, h, y, layer.mlp_norm.data_ptr(), x, hidden, eps),
-                self._product(mlp.gate_up, x, gate_up),
-                self._small(kernel.silu_multiply, gate_up, act, width),
-                self._product(mlp.down, act, y),
-            ]
+            self._add(kernel.add_norm, h, added, layer.input_norm.data_ptr(), x, hidden, eps)
+            self._multiply(layer.qkv, x, qkv)
+            self._add(*(kernel.rotate, qkv, rotations, norm, rotated, heads, shape.head_dim, eps))
+            self._calls.append(attend)
+            self._multiply(layer.output, attended, y)
+            self._add(kernel.add_norm, h, y, layer.mlp_norm.data_ptr(), x, hidden, eps)
+            self._multiply(mlp.gate_up, x, gate_up)
+            self._add(kernel.silu_multiply, gate_up, act, _width(mlp.gate_up) // 2)
+            self._multiply(mlp.down, act, y)
             added = y
-        final = model.final_norm.data_ptr()
-        return [*calls, self._small(kernel.add_norm, h, added, final, x, hidden, eps)]
+        self._add(kernel.add_norm, h, added, model.final_norm.data_ptr(), x, hidden, eps)
 
-    def _small(self, address: int, *arguments: int) -> tuple[int, int]:
-        kernel = kernels()
-        assert kernel is not None
-        row = self._small_arguments[self._num_small]
+    def _add(self, address: int, *arguments: int) -> None:
+        """One of the small kernels."""
+        row = self._small[self._num_small]
         self._num_small += 1
-        values = (*kernel.first(0, self._threads), *arguments)
+        values = (*self._kernel.first(0, self._threads), *arguments)
         row[: len(values)] = values
-        return address, row.ctypes.data
+        self._calls.append((address, row.ctypes.data))
 
-    def _product(self, linear: Linear, x: int, y: int) -> tuple[int, int]:
-        row = self._linear_arguments[self._num_linears]
-        self._num_linears += 1
-        return _product_of(linear).call(x, y, row)
+    def _multiply(self, linear: Linear, x: int, y: int) -> None:
+        """A product, with the form of the weight that this program takes."""
+        row = self._products[self._num_products]
+        self._num_products += 1
+        quantised = linear.quantised
+        if quantised is not None and self._few_bits:
+            if quantised.needs_sums:
+                self._add(self._kernel.group_sums, x, self._sums, quantised.num_groups)
+            self._calls.append(quantised.call(x, self._sums, y, row))
+        else:
+            assert linear.few_rows is not None
+            self._calls.append(linear.few_rows.call(x, y, row))
 
 
-def _product_of(linear: Linear) -> FewRows:
-    assert linear.few_rows is not None
-    return linear.few_rows
+def _width(linear: Linear) -> int:
+    """Outputs of a linear layer that has one of the kernels."""
+    kernel = linear.quantised or linear.few_rows
+    assert kernel is not None
+    return kernel.out

@@ -146,6 +146,7 @@ class ModelRunner:
             seed=config.seed,
             progress=progress,
             group=self.group,
+            quantization=config.quantization,
         )
         reason = f"loaded in {time.monotonic() - start_s:.1f} s"
         if self.group.size > 1:
