@@ -12,7 +12,7 @@ Inputs come in groups of 32 that share a scale, and in some formats a minimum, f
 An 8-bit weight is two planes of 4 bits, its upper and its lower half, each with a table of its own.
 64 outputs lie together as a block, in it each group of 32 inputs:
 
-    plane 0 | plane 1 | scale [64] | minimum [64]        float16; plane 1 and minimum where there are
+    plane 0 | plane 1 | scale [64] | minimum [64]       float16; plane 1 and minimum if there are
 
     plane: [32 / 8 inputs][64 / 16 outputs][16 outputs][2] words of 16 bits; word p of an output
     holds its inputs p, p + 2, p + 4 and p + 6 of these 8, from its lowest bits on
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from twostroke.arrays import Int64s
+from twostroke.model.elementwise import kernels
 from twostroke.model.quantised import GROUP, QuantisedWeight
 from twostroke.model.tile_ir import (
     OUTPUTS,
@@ -105,12 +106,17 @@ class QuantisedRows:
 
 def group_sums(x: Tensor) -> Tensor:
     """Sums of x [R, in] over its groups: float32 [R, in / GROUP]."""
-    return x.view(len(x), -1, GROUP).sum(-1, dtype=torch.float32)
+    groups = x.shape[1] // GROUP
+    kernel = kernels()
+    assert kernel is not None
+    sums = torch.empty((len(x), groups), dtype=torch.float32)
+    kernel.run(kernel.group_sums, len(x), x.data_ptr(), sums.data_ptr(), groups)
+    return sums
 
 
 def can_multiply(out: int, width: int) -> bool:
     """Whether there is a kernel for a weight [out, width] on this processor."""
-    return out % OUTPUTS == 0 and width % GROUP == 0 and _works()
+    return out % OUTPUTS == 0 and width % GROUP == 0 and _works() and kernels() is not None
 
 
 @functools.cache
@@ -206,7 +212,7 @@ def _tile(rows: int, num_planes: int, has_minima: bool) -> str:
 
 
 def _load_nibbles(eight: int, num_planes: int) -> list[str]:
-    """A vector for each plane and 16 outputs, and a word to the memory to bring those further on."""
+    """A vector for each plane and 16 outputs; a word to the memory to bring those further on."""
     lines = []
     for plane in range(num_planes):
         for v in range(VECTORS):

@@ -23,11 +23,11 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return path
 
 
-def make_runner(directory: Path, threads: int) -> ModelRunner:
+def make_runner(directory: Path, threads: int, **settings: str) -> ModelRunner:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        config = small_config(dtype="bfloat16", cpu_threads=threads)
+        config = small_config(dtype="bfloat16", cpu_threads=threads, **settings)
         return ModelRunner(config, open_checkpoint(directory))
     finally:
         torch.set_num_threads(before)
@@ -47,11 +47,12 @@ def inputs_of(counts: list[int], seed: int) -> StepInputs:
     )
 
 
+@pytest.mark.parametrize("quantization", ["none", "int4", "int8"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_bit_is_that_of_the_layers(directory: Path, threads: int) -> None:
+def test_every_bit_is_that_of_the_layers(directory: Path, threads: int, quantization: str) -> None:
     if threads > len(os.sched_getaffinity(0)):
         pytest.skip(f"fewer than {threads} cores")
-    runner = make_runner(directory, threads)
+    runner = make_runner(directory, threads, quantization=quantization)
     if runner.few_tokens is None:
         pytest.skip("no kernel for few rows on this processor")
     before = torch.get_num_threads()

@@ -1,0 +1,157 @@
+"""Weights of 4 and 8 bits: kept as the file has them, and multiplied so."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf.quants import quantize
+from torch import Tensor
+
+from tests.cpu.model.test_gguf import Quant, write_gguf
+from twostroke.checkpoint import open_checkpoint
+from twostroke.gguf_header import GGML_TYPES
+from twostroke.model import few_rows_quantised
+from twostroke.model.dequantise import dequantise
+from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS, QuantisedRows
+from twostroke.model.gguf import GgufSource
+from twostroke.model.layers import Linear
+from twostroke.model.quantised import GROUP, QuantisedWeight, from_ggml, quantise, stack
+from twostroke.model.registry import load_model
+from twostroke.testing.tiny_model import write_tiny_checkpoint
+
+needs_kernel = pytest.mark.skipif(
+    not few_rows_quantised._works(), reason="the processor has no AVX512-BF16"
+)
+
+
+def random(*dims: int, seed: int = 0) -> Tensor:
+    return torch.randn(dims, generator=torch.Generator().manual_seed(seed))
+
+
+def random_weight(bits: int, out: int, width: int, *, minima: bool) -> QuantisedWeight:
+    generator = torch.Generator().manual_seed(bits)
+    low, high, kind = (0, 16, torch.uint8) if bits == 4 else (-128, 128, torch.int8)
+    values = torch.randint(low, high, (out, width), generator=generator).to(kind)
+    scales = random(out, width // GROUP, seed=1).mul_(0.01).half()
+    return QuantisedWeight(
+        bits, values, scales, random(out, width // GROUP, seed=2).half() if minima else None
+    )
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1"])
+def test_what_the_file_has_is_kept(name: str) -> None:
+    kind = GGML_TYPES[Quant[name].value]
+    stored = torch.from_numpy(quantize(random(6, 256).numpy(), Quant[name]).reshape(-1).copy())
+    weight = from_ggml(stored.view(-1, kind.block_bytes), kind, 256)
+    assert weight is not None
+    expected = dequantise(stored, kind, torch.float32).view(6, 256)
+    torch.testing.assert_close(weight.dequantised(), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_a_super_block_is_kept_up_to_the_rounding_of_its_scales() -> None:
+    kind = GGML_TYPES[Quant.Q4_K.value]
+    rng = np.random.default_rng(0)
+    blocks = torch.from_numpy(rng.integers(0, 256, (8, kind.block_bytes), dtype=np.uint8))
+    blocks[:, :4] = torch.tensor([0.01, 0.02]).half().view(torch.uint8)
+    weight = from_ggml(blocks, kind, 1024)
+    assert weight is not None
+    expected = dequantise(blocks.flatten(), kind, torch.float32).view(2, 1024)
+    assert (weight.dequantised() - expected).abs().max() < 2**-10 * expected.abs().max()
+
+
+def test_other_formats_are_not() -> None:
+    kind = GGML_TYPES[Quant.Q6_K.value]
+    assert from_ggml(torch.zeros(4, kind.block_bytes, dtype=torch.uint8), kind, 256) is None
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_is_to_the_nearest(bits: int) -> None:
+    weight = random(5, 96)
+    weight[1, :GROUP] = 0  # a group without any scale
+    rounded = quantise(weight, bits)
+    step = rounded.scales.float().repeat_interleave(GROUP, 1)
+    # Half a step, and what float16 takes from scale and minimum.
+    assert ((rounded.dequantised() - weight).abs() <= 0.5 * step + 2e-2 * step + 2e-3).all()
+    assert torch.equal(rounded.dequantised()[1, :GROUP], weight[1, :GROUP])
+
+
+def test_only_like_is_stacked() -> None:
+    one, two = (random_weight(4, 64, 64, minima=minima) for minima in (True, False))
+    both = stack([one, one])
+    assert both is not None
+    assert len(both.values) == 128
+    assert stack([one, two]) is None
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_kernel
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("bits", "minima"), [(4, True), (4, False), (8, False)])
+@pytest.mark.parametrize(("out", "width"), [(64, 32), (192, 576)])
+def test_the_product_is_that_of_the_dequantised_weight(
+    out: int, width: int, bits: int, minima: bool, bias: bool
+) -> None:
+    weight = random_weight(bits, out, width, minima=minima)
+    b = random(out, seed=3).bfloat16() if bias else None
+    kernel = QuantisedRows(weight, b)
+    x = random(20, width, seed=4).bfloat16()
+    expected = x.double() @ weight.dequantised().double().T
+    if b is not None:
+        expected += b.double()
+    bound = 1e-6 * (x.double().abs() @ weight.dequantised().double().abs().T).max()
+    for rows in (0, 1, 2, 5, 6, 7, 20):
+        wide = kernel.into(torch.empty(rows, out), x[:rows])
+        assert rows == 0 or (wide - expected[:rows]).abs().max() <= bound
+        assert torch.equal(kernel(x[:rows]), wide.bfloat16()), "rounded from the same sums"
+
+
+@needs_kernel
+def test_a_linear_takes_the_form_that_is_faster() -> None:
+    whole, few = random(64, 64).bfloat16(), random_weight(4, 64, 64, minima=True)
+    x = random(MAX_QUANTISED_ROWS + 1, 64, seed=1).bfloat16()
+    with torch.inference_mode():
+        both, only = Linear(whole, None, few), Linear(None, None, few)
+        assert torch.equal(both(x), Linear(whole)(x))
+        assert torch.equal(both(x[:-1]), only(x)[:-1])
+        assert torch.equal(both.in_float32(x[:-1]).bfloat16(), only(x)[:-1])
+
+
+@needs_kernel
+@pytest.mark.parametrize("kind", [Quant.Q4_1, Quant.Q8_0])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_a_file_is_multiplied_as_it_is(architecture: str, kind: int, tmp_path: Path) -> None:
+    """Heads are put in pairs, q, k and v on top of each other, all in few bits."""
+    write_tiny_checkpoint(tmp_path, architecture)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", tmp_path, kind))
+    source = GgufSource(checkpoint.path, checkpoint.shape, torch.float32)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    stored = source.read_quantised(name)
+    assert stored is not None
+    torch.testing.assert_close(stored.dequantised(), source.read(name)[0])
+    models = [
+        load_model(
+            checkpoint,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            quantization="auto",
+            keep_dequantised=keep,
+        )
+        for keep in (True, False)
+    ]
+    x = random(2, checkpoint.shape.hidden_size).bfloat16()
+    for layer, lone in zip(models[0].layers, models[1].layers, strict=True):
+        assert layer.qkv.quantised is not None
+        assert torch.equal(layer.qkv(x), lone.qkv(x))
+        many = x.repeat(40, 1)
+        torch.testing.assert_close(layer.qkv(many), lone.qkv(many), atol=0.05, rtol=0.05)
+    assert models[1].weight_bytes < models[0].weight_bytes
