@@ -33,6 +33,8 @@ from twostroke.kv_messages import (
     KvTicket,
 )
 
+_HELLO_S = 10.0  # that a handshake is waited for
+
 
 class _State(IntEnum):
     WAITING = 0  # for blocks
@@ -100,7 +102,8 @@ class Loads:
         self._by_uid: dict[int, _Load] = {}
         self._by_handle: dict[int, _Load] = {}  # of live requests
         self._awaited: set[int] = set()  # load ids of which the worker will report the end
-        self._connecting: set[str] = set()
+        self._met: set[str] = set()  # engines that the worker was told of
+        self._connecting: dict[str, float] = {}  # since when; the worker will say how it went
         self._links: dict[str, LinkCost] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap of (time, load id)
         self._next_id = 0
@@ -182,7 +185,7 @@ class Loads:
             return
         asked = load.options.num_tokens
         if problem := ticket_problem(message.ticket, asked, is_last=message.is_last):
-            self.fail(load, problem)
+            self.fail(load, problem, "bad_ticket")
             return
         load.ticket, load.is_complete = message.ticket, message.is_last
         if load.state is _State.LOADING:
@@ -203,6 +206,7 @@ class Loads:
             )
         )
         load.source = ticket.endpoint.engine_id
+        self._met.add(load.source)
         load.num_told = ticket.num_tokens
         if load.is_complete:
             load.is_told_all = True
@@ -280,6 +284,10 @@ class Loads:
 
     def expire(self, now: float) -> None:
         """Fail loads that are late, and remind the worker of those given up."""
+        if self._connecting:  # steps are run to hear of these: not for ever
+            late = [name for name, start_s in self._connecting.items() if start_s + _HELLO_S <= now]
+            for name in late:
+                del self._connecting[name]
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline_s, load_id = heapq.heappop(self._deadlines)
             load = self._loads.get(load_id)
@@ -290,14 +298,14 @@ class Loads:
                 continue
             what = "no blocks became free" if load.state is _State.WAITING else "it did not arrive"
             limit = f"limit: {load.options.timeout_s:g} s; try again"
-            self.fail(load, f"KV transfer timed out: {what}; {limit}")
+            self.fail(load, f"KV transfer timed out: {what}; {limit}", "late")
 
-    def fail(self, load: _Load, error: str) -> None:
+    def fail(self, load: _Load, error: str, reason: str) -> None:
         """End its request by an error; `finished` then sees to the rest."""
         if load.error:
             return
         self.num_failed += 1
-        load.error, load.deadline_s = error, math.inf
+        load.error, load.reason, load.deadline_s = error, reason, math.inf
         self._outbox.ends.failed.append((load.uid, error))
 
     def _remind(self, load: _Load, now: float) -> None:
@@ -315,23 +323,27 @@ class Loads:
     # ------------------------------------------------------------ peers
 
     def connect(self, endpoint: KvEndpoint) -> None:
-        """Shake hands with an engine ahead of need."""
-        self._connecting.add(endpoint.engine_id)
-        self._outbox.commands.connects.append(endpoint)
+        """Shake hands with an engine ahead of need; once is enough."""
+        if endpoint.engine_id not in self._met:
+            self._met.add(endpoint.engine_id)
+            self._connecting[endpoint.engine_id] = self._clock.now()
+            self._outbox.commands.connects.append(endpoint)
 
     def disconnect(self, engine_id: str) -> None:
         """An engine is gone: nothing more is read from it."""
-        self._connecting.discard(engine_id)
+        self._met.discard(engine_id)
+        self._connecting.pop(engine_id, None)
         self._links.pop(engine_id, None)
         self._outbox.commands.disconnects.append(engine_id)
         for load in list(self._loads.values()):
             ticket = load.ticket
             if load.state is _State.WAITING and ticket and ticket.endpoint.engine_id == engine_id:
-                self.fail(load, "KV transfer failed: the engine that holds the prompt is gone")
+                error = "KV transfer failed: the engine that holds the prompt is gone; try again"
+                self.fail(load, error, "source_gone")
 
     def link(self, link: KvLink) -> None:
         """The worker has measured a link, or could not."""
-        self._connecting.discard(link.engine_id)
+        self._connecting.pop(link.engine_id, None)
         if not link.error and link.bytes_per_s > 0:
             self._links[link.engine_id] = LinkCost(
                 base_s=link.base_s,

@@ -26,3 +26,19 @@ class Outbox:
     @property
     def has_outputs(self) -> bool:
         return bool(self.outputs.ready or self.outputs.received or self.outputs.links)
+
+
+class RecentIds:
+    """The transfers that ended last: who names one of them is late, not a stranger."""
+
+    def __init__(self, size: int = 4096) -> None:
+        self._size = size
+        self._ids: dict[bytes, None] = {}
+
+    def add(self, transfer_id: bytes) -> None:
+        self._ids[transfer_id] = None
+        if len(self._ids) > self._size:
+            del self._ids[next(iter(self._ids))]
+
+    def __contains__(self, transfer_id: bytes) -> bool:
+        return transfer_id in self._ids

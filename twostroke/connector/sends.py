@@ -20,7 +20,7 @@ import numpy as np
 
 from twostroke.clock import Clock
 from twostroke.connector.base import KvRequest
-from twostroke.connector.outbox import Outbox
+from twostroke.connector.outbox import Outbox, RecentIds
 from twostroke.kv.manager import IntegrityError
 from twostroke.kv_messages import KvEndpoint, KvReady, KvSend, KvTicket
 from twostroke.messages import FinishReason
@@ -74,6 +74,7 @@ class Sends:
         self._outbox = outbox
         self._sends: dict[int, _Send] = {}  # by uid
         self._by_transfer: dict[bytes, _Send] = {}
+        self._ended = RecentIds()
         self._counted: Counter[int] = Counter()  # blocks of sends that were let in
         self._promised = 0  # blocks that those will still take
         self._free_slots: list[int] = []
@@ -198,7 +199,7 @@ class Sends:
         for transfer_id in transfer_ids:
             send = self._by_transfer.get(transfer_id)
             if send is None:
-                self.num_unknown += 1
+                self.num_unknown += transfer_id not in self._ended
             elif send.lease_ends_s is not None:
                 self._let_go(send)
             else:
@@ -210,7 +211,7 @@ class Sends:
         for transfer_id in transfer_ids:
             send = self._by_transfer.get(transfer_id)
             if send is None:
-                self.num_unknown += 1
+                self.num_unknown += transfer_id not in self._ended
             elif send.lease_ends_s is not None:
                 self._start_lease(send)
 
@@ -249,6 +250,7 @@ class Sends:
         if send.transfer_id:
             self._outbox.commands.leases.append((send.slot, _CLEARED))
             del self._by_transfer[send.transfer_id]
+            self._ended.add(send.transfer_id)
             self._free_slots.append(send.slot)
             send.transfer_id, send.slot = b"", -1
 

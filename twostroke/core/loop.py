@@ -106,7 +106,8 @@ class EngineCore:
         if not self.state.faithful and (problem := self._refusal(request)):
             self._ended(Finished(request.handle, FinishReason.ERROR, error=problem), now)
             if request.kv_receive is not None:
-                self._kv_received.append(KvReceived(handle=request.handle, error=problem))
+                received = KvReceived(handle=request.handle, error=problem, reason="refused")
+                self._kv_received.append(received)
             return
         may_read = request.params.prompt_logprobs is None
         table = self.state.kv.new_table(

@@ -16,7 +16,8 @@
 `reserve_output_tokens` (admission leaves room for growth)
     0           only the known tokens must fit (vLLM).
     n           so must the next blocks of what runs, up to n output tokens each. Set to the
-                typical output length, it admits a little later and preempts far less.
+                typical output length, it admits a little later and preempts far less. Where
+                prompts are handed over, 0 stands for the mean output of late.
 """
 
 import numpy as np
@@ -58,7 +59,7 @@ def reserved_blocks(state: EngineState) -> int:
     So will those that another engine hands over to us: they have blocks, and cannot be preempted.
     """
     seats, running = state.seats, state.running
-    expected = seats.num_prompt[running] + state.config.reserve_output_tokens
+    expected = seats.num_prompt[running] + state.reserve_output_tokens
     growth = np.minimum(expected, seats.stop_at[running]) - seats.room[running]
     blocks = int((-(-np.maximum(growth, 0) // state.config.block_size)).sum())
     for request in (*state.loading.values(), *state.loaded.values()):
@@ -69,6 +70,6 @@ def reserved_blocks(state: EngineState) -> int:
 
 def expected_length(state: EngineState, request: Request) -> int:
     """Tokens of a request with its expected output, as far as it may go."""
-    expected = request.num_prompt_tokens + state.config.reserve_output_tokens
+    expected = request.num_prompt_tokens + state.reserve_output_tokens
     longest = min(request.num_prompt_tokens + request.max_tokens, state.max_length)
     return max(request.num_known, min(expected, longest))

@@ -371,7 +371,7 @@ class Scheduler:
 
     def _leaves_room(self, request: Request, hits: list[int]) -> bool:
         """Whether blocks for the expected growth of all that runs remain beside this request."""
-        if not self.config.reserve_output_tokens or not self.state.num_seats_taken:
+        if not self.state.reserve_output_tokens or not self.state.num_seats_taken:
             return True
         if request.uid in self.state.loaded:
             return True  # this was seen to before its load began

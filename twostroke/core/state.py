@@ -19,6 +19,8 @@ from twostroke.errors import ConfigError
 from twostroke.kv.manager import IntegrityError, KvManager
 from twostroke.messages import FinishReason, Int32s
 
+_MEAN_WEIGHT = 0.05  # of the newest
+
 
 class EngineState:
     """Requests and everything they own.
@@ -39,7 +41,7 @@ class EngineState:
         self.handoff = connector if isinstance(connector, KvHandoffScheduler) else None
         self.faithful = faithful
         self.in_flight: deque[Step] = deque()  # begun and not finished, oldest first
-        self.kv = KvManager(config)
+        self.kv = KvManager(config, in_runs=self.handoff is not None)
         self.queues = WaitingQueues(config.policy)
         drafting = config.num_spec_tokens > 0 and config.spec_method != "ngram"
         self.lookahead = config.num_spec_tokens if drafting else 0  # slots beyond a row's tokens
@@ -67,6 +69,7 @@ class EngineState:
         self.streaming: dict[int, int] = {}  # uid of a seated send that streams -> its first step
         self.is_stalled = False  # nothing changes until something comes from outside
         self.finished_ids: list[str] = []  # since the last plan
+        self.mean_output_tokens = 0.0  # of requests that ended here by themselves, lately
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
@@ -76,6 +79,17 @@ class EngineState:
     def running(self) -> Int32s:
         """Seats of the running requests, in order of admission."""
         return self.order[: self.num_running]
+
+    @property
+    def reserve_output_tokens(self) -> int:
+        """Output that admission leaves room for, of each request that runs.
+
+        With hand-offs it is the mean of late unless it is set: what is preempted after its KV came
+        from elsewhere has its whole prompt computed again by an engine that is to decode.
+        """
+        if self.config.reserve_output_tokens or self.handoff is None:
+            return self.config.reserve_output_tokens
+        return int(self.mean_output_tokens)
 
     @property
     def num_seats_taken(self) -> int:
@@ -209,6 +223,9 @@ class EngineState:
             self.vacate(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
+        if reason in (FinishReason.STOP, FinishReason.LENGTH) and request.kv_send is None:
+            num_output = request.num_known - request.num_prompt_tokens
+            self.mean_output_tokens += _MEAN_WEIGHT * (num_output - self.mean_output_tokens)
         del self.requests[request.uid]
         del self.by_handle[request.handle]
         self.finished_ids.append(request.request_id)

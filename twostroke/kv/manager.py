@@ -60,15 +60,22 @@ class _Memo:
 
 
 class KvManager:
-    """Blocks, prefix cache and their rules."""
+    """Blocks, prefix cache and their rules.
 
-    def __init__(self, config: SchedulerConfig, *, secret: bytes | None = None) -> None:
+    With `in_runs` the blocks that a table takes at once are put in order of their ids: as blocks
+    come back last first, most then stand in adjacent runs, which a transfer reads as one piece.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, *, secret: bytes | None = None, in_runs: bool = False
+    ) -> None:
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
         self.caching = config.enable_prefix_caching
         self.hasher = PrefixHasher(config.block_size, secret=secret)
         self.num_lookups = 0
         self.num_owners = 0  # tables that hold blocks
+        self._in_runs = in_runs
         self._map = PrefixMap(config.num_blocks)
         self._max_model_len = config.max_model_len
         self._window = config.sliding_window
@@ -311,6 +318,8 @@ class KvManager:
 
     def _take(self, table: BlockTable, count: int) -> list[int]:
         taken = self._fresh(count)
+        if self._in_runs:
+            taken.sort()
         table.blocks += taken
         return taken
 
