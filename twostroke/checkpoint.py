@@ -7,7 +7,9 @@ lies, its shape, its chat template and the name the API gives it.
 
 import dataclasses
 import errno
+import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
 
 # stage, done, total
 Progress = Callable[[str, int, int], None]
+
+_HASHED_BYTES = 1 << 20  # at either end of a file of weights
 
 # Far above any real one; a JSON file larger than this is not a configuration.
 MAX_JSON_BYTES = 64 << 20
@@ -247,3 +251,23 @@ def _chat_template(directory: Path) -> str | None:
 def _gguf_chat_template(file: GgufFile) -> str | None:
     template = file.metadata.get("tokenizer.chat_template")
     return template if isinstance(template, str) and template else None
+
+
+def fingerprint(checkpoint: Checkpoint, seed: int) -> str:
+    """Equal for models with the same KV, as far as can be said without reading all weights.
+
+    `seed` is that of dummy weights.
+    """
+    digest = hashlib.blake2b(repr(checkpoint.shape).encode(), digest_size=16)
+    if checkpoint.format == "dummy":
+        digest.update(f"dummy {seed}".encode())
+        return digest.hexdigest()
+    path = checkpoint.path
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        with file.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            digest.update(size.to_bytes(8))
+            for start in (0, max(0, size - _HASHED_BYTES)):
+                stream.seek(start)
+                digest.update(stream.read(_HASHED_BYTES))
+    return digest.hexdigest()

@@ -48,7 +48,7 @@ FAILED_HANDSHAKES = 3  # after which the key is wrong; one may fail because the 
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Who wants to join. `engine_id` is random for each start; `model` fingerprints the shape."""
+    """Who wants to join. `engine_id` is random for each start, `model` as of `checkpoint`."""
 
     version: str
     engine_id: str
@@ -131,7 +131,7 @@ class JoinedChannel:
 
     def close(self) -> None:
         """Nobody needs the engine any more: let it know, and forget it."""
-        self._listener.forget(self.identity, BYE)
+        self._end("it has left", BYE)
 
     def put(self, message: FromEngine) -> None:
         """For the listener: a message has come."""
@@ -142,10 +142,13 @@ class JoinedChannel:
 
     def die(self, why: str) -> None:
         """`receive` raises this after what has come before. What the engine still says is void."""
+        self._end(why, STRANGER)
+
+    def _end(self, why: str, farewell: bytes) -> None:
         if not self._dead:
             self._dead = f"{self}: {why}"
             self._queue.put_nowait(EngineDead(self._dead))
-            self._listener.forget(self.identity, STRANGER)
+            self._listener.forget(self.identity, farewell)
 
 
 class EngineListener:

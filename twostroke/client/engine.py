@@ -49,6 +49,7 @@ __all__ = ["AsyncEngine", "RequestOutput"]
 
 logger = logging.getLogger("twostroke")
 
+_RETIRE_POLL_S = 0.05
 _SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads consecutive requests' seeds
 
 
@@ -153,6 +154,18 @@ class AsyncEngine:
             )
         self._fleet.dispatcher.set_role(engine, role)
         self._fleet.send_all()
+
+    async def retire(self, engine: int) -> None:
+        """Send an engine nothing new; returns once it has nothing left to do, or is gone."""
+        self.dispatcher.retire(engine)
+        self._fleet.send_all()
+        it = self.dispatcher.fleet[engine]
+        while it.state != "gone" and not it.has_nothing_left:
+            await asyncio.sleep(_RETIRE_POLL_S)
+
+    async def wait_change(self) -> None:
+        """Wait until an engine comes, goes or is ready."""
+        await self._fleet.changed.wait()
 
     def _start_task(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)

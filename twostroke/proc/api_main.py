@@ -5,7 +5,7 @@ run()  ▶ engine client starts its output tasks
        ▶ SIGINT or SIGTERM: stop accepting, let running requests end, stop the engines, exit 0
          again, or time is up: what still runs ends with an error
        ▶ an engine dead: its clients get an error, those of others may finish, /health says 503,
-         nothing new is taken, exit 1
+         nothing new is taken, exit 1; where engines have roles, only once none decodes
 """
 
 import asyncio
@@ -30,9 +30,13 @@ from twostroke.client.engine import AsyncEngine
 from twostroke.client.tokenizer import Tokenizer, load_tokenizer
 from twostroke.config import EngineConfig, Explained
 from twostroke.errors import ConfigError, EngineDeadError
+from twostroke.keys import SharedKey
+from twostroke.messages import EngineReady
 from twostroke.metrics import Metrics
 from twostroke.proc.bars import StageBars
+from twostroke.proc.deployment import Deployment
 from twostroke.proc.launch import EngineGroup, startup_block
+from twostroke.router.dispatch import DispatchSettings
 
 logger = logging.getLogger("twostroke")
 
@@ -95,9 +99,10 @@ def run(
     checkpoint: Checkpoint,
     engines: EngineGroup,
     listener: socket.socket,
+    key: SharedKey | None,
 ) -> int:
-    """Serve until stopped; returns the exit code."""
-    return uvloop.run(_run(config, explained, checkpoint, engines, listener))
+    """Serve until stopped; returns the exit code. `key`: that of engines that may join."""
+    return uvloop.run(_run(config, explained, checkpoint, engines, listener, key))
 
 
 async def _run(
@@ -106,10 +111,12 @@ async def _run(
     checkpoint: Checkpoint,
     engines: EngineGroup,
     listener: socket.socket,
+    key: SharedKey | None,
 ) -> int:
     tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint, config.tokenizer)
     bars = StageBars()
     engine = _make_engine(config, checkpoint, tokenizer, engines, bars)
+    deployment = Deployment(config, checkpoint, engine, key) if config.hands_off else None
     engine.start()
     state = ServerState(
         engine=engine,
@@ -133,11 +140,15 @@ async def _run(
         engine,
         config.shutdown_timeout_s,
     )
-    watch = asyncio.create_task(_watch(engine, server, engines, checkpoint, listener, bars))
+    watch = asyncio.create_task(
+        _watch(engine, server, engines, deployment, checkpoint, listener, bars)
+    )
     await server.serve(sockets=[listener])
     watch.cancel()
-    died = engine.dead is not None and not server.stopped_engine
+    died = engine.dead is not None and not server.stopped_engine and not config.engines_listen
     await engine.close()
+    if deployment is not None:
+        await deployment.close()
     return 1 if died else 0
 
 
@@ -158,15 +169,28 @@ def _make_engine(
         eos_token_ids=shape.eos_token_ids,
         vocab_size=shape.vocab_size,
         max_num_queued_reqs=config.max_num_queued_reqs,
+        roles=config.local_roles if config.hands_off else None,
+        dispatch=_dispatch_settings(config) if config.hands_off else None,
         metrics=Metrics(
             model_name=name,
             prefix=config.metrics_prefix,
-            num_engines=config.data_parallel_size,
             max_model_len=shape.max_position_embeddings,
         ),
         default_seed=config.seed,
         prefix_caching=config.enable_prefix_caching,
         on_progress=lambda progress: bars.show(progress.stage, progress.done, progress.total),
+    )
+
+
+def _dispatch_settings(config: EngineConfig) -> DispatchSettings:
+    return DispatchSettings(
+        pd_policy=config.pd_policy,
+        kv_mode=config.kv_mode,
+        lease_s=config.kv_lease_s,
+        handoff_timeout_s=config.handoff_timeout_s,
+        max_retries=config.handoff_retries,
+        recompute_max_tokens=config.kv_recompute_max_tokens,
+        affinity=config.enable_prefix_caching,
     )
 
 
@@ -191,33 +215,59 @@ async def _watch(
     engine: AsyncEngine,
     server: Server,
     engines: EngineGroup,
+    deployment: Deployment | None,
     checkpoint: Checkpoint,
     listener: socket.socket,
     bars: StageBars,
 ) -> None:
-    """Print the start-up block once the engines are ready; end the server if one dies."""
-    loop = asyncio.get_running_loop()
-    died = asyncio.Event()
-    engines.on_death(lambda: loop.call_soon_threadsafe(died.set))
+    """Print the start-up block once the engines are ready; end the server if it is no use."""
+    died = asyncio.create_task(_wait_useless(engines, deployment))
     try:
         with bars:
-            ready = await engine.wait_ready()
+            ready = await _wait_ready(engine, may_join=bool(deployment and deployment.listener))
     except EngineDeadError as error:
         logger.error("%s", error.message)
         server.should_exit = True
+        died.cancel()
         return
+    facts = ready.facts
+    if deployment is not None:
+        shared = [fact for fact in facts if fact[0] not in ("Engines", "KV hand-off")]
+        facts = [*shared, *await deployment.facts()]
     host, port = listener.getsockname()[:2]
     since_s = time.time() - psutil.Process().create_time()
     rows = [
         ("Model", engine.model_name, str(checkpoint.path)),
-        *ready.facts,
+        *facts,
         ("URL", f"http://{host}:{port}/v1", f"ready after {since_s:.1f} s; metrics at /metrics"),
     ]
     print(startup_block(rows), flush=True)
-    await died.wait()
+    await died
     if server.should_exit:
         return
     why = engine.dead.message if engine.dead else "its process ended"
     logger.error("an engine is gone: %s; this server ends in %.0f s", why, DEAD_LINGER_S)
     await asyncio.sleep(DEAD_LINGER_S)
     server.drain()  # requests on other engines still get the shutdown's time
+
+
+async def _wait_ready(engine: AsyncEngine, *, may_join: bool) -> EngineReady:
+    """Wait until the server can serve. Raises EngineDeadError when it never will."""
+    while True:
+        try:
+            return await engine.wait_ready()
+        except EngineDeadError:
+            if not may_join:
+                raise
+            await engine.wait_change()
+
+
+async def _wait_useless(engines: EngineGroup, deployment: Deployment | None) -> None:
+    """Wait until an engine is dead that cannot be done without."""
+    if deployment is not None:
+        await deployment.watch()
+        return
+    loop = asyncio.get_running_loop()
+    died = asyncio.Event()
+    engines.on_death(lambda: loop.call_soon_threadsafe(died.set))
+    await died.wait()

@@ -14,7 +14,6 @@ The server is asked first, so that a wrong key or model is known before anything
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import secrets
@@ -71,12 +70,6 @@ def run(config: EngineConfig) -> int:
         engine.stop()
 
 
-def model_fingerprint(checkpoint: Checkpoint) -> str:
-    """The same for the same shape, which server and engine both know before they load anything."""
-    shape = msgspec.json.encode(checkpoint.shape, order="sorted")
-    return hashlib.blake2b(shape, digest_size=16).hexdigest()
-
-
 class RemoteEngine:
     """An engine-core process and the line to the server that it works for."""
 
@@ -89,7 +82,7 @@ class RemoteEngine:
             version=__version__,
             engine_id=secrets.token_hex(8),
             role=config.role,
-            model=model_fingerprint(checkpoint),
+            model=checkpoints.fingerprint(checkpoint, config.seed),
             model_name=checkpoint.served_name,
             kv_transport=config.kv_transport,
             host=socket.gethostname(),

@@ -28,6 +28,7 @@ from twostroke import log, trace
 from twostroke.checkpoint import Checkpoint
 from twostroke.config import EngineConfig, Explained
 from twostroke.errors import ConfigError, EngineDeadError
+from twostroke.keys import read_key
 from twostroke.messages import Shutdown
 from twostroke.proc.bars import StageBars
 from twostroke.transport import ZmqEngineChannel
@@ -187,6 +188,7 @@ def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:
         raise ConfigError(
             f"--join is {config.join}, but a server joins nobody", hint="run twostroke engine"
         )
+    key = read_key(Path(config.key)) if config.engines_listen else None
     listener = _bind(config.host, config.port)
     try:
         checkpoint = _resolve(config)
@@ -199,7 +201,7 @@ def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:
     try:
         from twostroke.proc.api_main import run
 
-        failed = run(config, explained, checkpoint, engines, listener) != 0
+        failed = run(config, explained, checkpoint, engines, listener, key) != 0
     finally:
         engine_code = engines.stop()
         listener.close()

@@ -108,6 +108,11 @@ class Dispatcher:
         self.fleet.set_role(engine, role)
         self._place_waiting()
 
+    def retire(self, engine: int) -> None:
+        """It wants to leave: it gets nothing new, and can go once it `has_nothing_left`."""
+        self.fleet[engine].is_leaving = True
+        self._place_waiting()
+
     def prefixes_reset(self, engine: int) -> None:
         """Its prefix cache is empty now."""
         self.routing.prefixes_reset(engine)

@@ -101,6 +101,7 @@ class Engine:
     role: Role
     state: State = "loading"
     next_role: Role | None = None  # what it drains for
+    is_leaving: bool = False  # it will be gone soon, and has asked for nothing new
     error: str = ""  # why it is gone
     ready: EngineReady | None = None
     stats: EngineStats = field(default_factory=EngineStats)
@@ -117,7 +118,7 @@ class Engine:
 
     @property
     def takes_work(self) -> bool:
-        return self.state == "ready"
+        return self.state == "ready" and not self.is_leaving
 
     @property
     def decodes_now(self) -> bool:
@@ -127,11 +128,17 @@ class Engine:
     @property
     def may_decode(self) -> bool:
         """It serves the second stroke, now or once it has loaded."""
-        return self.state != "gone" and (self.next_role or self.role) != "prefill"
+        stays = self.state != "gone" and not self.is_leaving
+        return stays and (self.next_role or self.role) != "prefill"
 
     @property
     def is_idle(self) -> bool:
         return not self.num_legs and not self.num_holds
+
+    @property
+    def has_nothing_left(self) -> bool:
+        """Idle, and no request waits to come here."""
+        return self.is_idle and not self.committed_blocks
 
     @property
     def num_blocks(self) -> int:

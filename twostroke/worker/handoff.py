@@ -2,7 +2,6 @@
 read, and the worker's half of the connector.
 """
 
-import hashlib
 import os
 import secrets
 
@@ -10,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.checkpoint import Checkpoint
 from twostroke.config import EngineConfig
 from twostroke.connector.base import KvConnectorWorker, KvMemory, Transport
 from twostroke.connector.layout import pool_bytes
@@ -19,32 +17,10 @@ from twostroke.connector.transfer import TransferWorker
 from twostroke.errors import ConfigError
 from twostroke.kv_messages import TRANSFER_ID_BYTES, KvLayoutRecord
 
-_HASHED_BYTES = 1 << 20  # at either end of a file of weights
-
 
 def new_engine_id() -> str:
     """An id for one start of an engine; all its ranks go by it."""
     return secrets.token_hex(8)
-
-
-def fingerprint(checkpoint: Checkpoint, seed: int) -> str:
-    """Equal for models with the same KV, as far as can be said without reading all weights.
-
-    `seed` is that of dummy weights.
-    """
-    digest = hashlib.blake2b(repr(checkpoint.shape).encode(), digest_size=16)
-    if checkpoint.format == "dummy":
-        digest.update(f"dummy {seed}".encode())
-        return digest.hexdigest()
-    path = checkpoint.path
-    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
-        with file.open("rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            digest.update(size.to_bytes(8))
-            for start in (0, max(0, size - _HASHED_BYTES)):
-                stream.seek(start)
-                digest.update(stream.read(_HASHED_BYTES))
-    return digest.hexdigest()
 
 
 def allocate_memory(record: KvLayoutRecord, device: torch.device) -> tuple[KvMemory, Tensor]:

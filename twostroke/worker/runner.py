@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.checkpoint import Checkpoint, open_checkpoint
+from twostroke.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twostroke.config import EngineConfig
 from twostroke.connector.base import KvConnectorWorker
 from twostroke.connector.layout import record_of
@@ -177,7 +177,7 @@ class ModelRunner:
         dtype = DTYPES[layout.dtype]
         if not config.hands_off:
             return pool.allocate_pool(self.num_blocks, layout, dtype, self.device), None
-        model = handoff.fingerprint(checkpoint, config.seed)
+        model = fingerprint(checkpoint, config.seed)
         record = record_of(layout, self.num_blocks, model)
         kv_pool, memory = pool.allocate_readable_pool(record, layout, dtype, self.device)
         engine_id = engine_id or handoff.new_engine_id()

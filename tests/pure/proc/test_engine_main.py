@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.pure.test_transport_tcp import Server
-from twostroke.checkpoint import Checkpoint
+from twostroke.checkpoint import Checkpoint, fingerprint
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError, EngineDeadError
 from twostroke.keys import read_key, write_key
@@ -26,7 +26,7 @@ from twostroke.messages import (
     UtilityReply,
 )
 from twostroke.proc import engine_main
-from twostroke.proc.engine_main import RemoteEngine, model_fingerprint
+from twostroke.proc.engine_main import RemoteEngine
 from twostroke.shape import from_hf_config
 from twostroke.testing.tiny_model import tiny_config
 from twostroke.transport import CoreSockets, ZmqEngineChannel
@@ -116,7 +116,7 @@ class EngineServer(Server):
 
     def __init__(self, key, **kwargs):
         super().__init__(key, **kwargs)
-        wanted = model_fingerprint(CHECKPOINT)
+        wanted = fingerprint(CHECKPOINT, 0)
         self.listener._check = lambda it: "" if it.model == wanted else "another model"
 
     async def engine(self):
