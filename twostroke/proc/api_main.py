@@ -140,16 +140,18 @@ async def _run(
         engine,
         config.shutdown_timeout_s,
     )
+    died = asyncio.create_task(_wait_useless(engines, deployment))
     watch = asyncio.create_task(
-        _watch(engine, server, engines, deployment, checkpoint, listener, bars)
+        _watch(engine, server, died, deployment, checkpoint, listener, bars)
     )
     await server.serve(sockets=[listener])
     watch.cancel()
-    died = engine.dead is not None and not server.stopped_engine and not config.engines_listen
+    died.cancel()
+    failed = engine.dead is not None and not server.stopped_engine and not config.engines_listen
     await engine.close()
     if deployment is not None:
         await deployment.close()
-    return 1 if died else 0
+    return 1 if failed else 0
 
 
 def _make_engine(
@@ -214,21 +216,19 @@ def _chat_template(
 async def _watch(
     engine: AsyncEngine,
     server: Server,
-    engines: EngineGroup,
+    died: asyncio.Task[None],
     deployment: Deployment | None,
     checkpoint: Checkpoint,
     listener: socket.socket,
     bars: StageBars,
 ) -> None:
     """Print the start-up block once the engines are ready; end the server if it is no use."""
-    died = asyncio.create_task(_wait_useless(engines, deployment))
     try:
         with bars:
             ready = await _wait_ready(engine, may_join=bool(deployment and deployment.listener))
     except EngineDeadError as error:
         logger.error("%s", error.message)
         server.should_exit = True
-        died.cancel()
         return
     facts = ready.facts
     if deployment is not None:
