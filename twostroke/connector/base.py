@@ -295,7 +295,11 @@ class Peer(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of it; no read is under way. Idempotent."""
+        """Let go of it. Idempotent.
+
+        May be called while another thread is in `read`, which then ends, by TransferError if it
+        was not complete: this is how a read from a peer that hangs is ended.
+        """
         ...
 
 

@@ -185,16 +185,20 @@ class ShmPeer:
         limits = np.array([self._pool_bytes, self._ours.pool_bytes + self._ours.scratch_bytes])
         if pieces.min(initial=0) < 0 or (pieces[:, :2] > limits - sizes[:, None]).any():
             raise TransferError("a piece lies outside of the memory")
-        _copy(self._memory.ctypes.data, self._ours.address, np.ascontiguousarray(pieces))
+        memory = self._memory  # stays mapped until this is done
+        _copy(memory.ctypes.data, self._ours.address, np.ascontiguousarray(pieces))
 
     def lease(self, slot: int) -> bytes:
+        leases = self._leases
+        if not 0 <= slot < len(leases):
+            raise TransferError(f"lease slot {slot} of {len(leases)}")
         # The loads of `_copy` come first: it took the GIL back, and locks order memory accesses.
-        word: bytes = self._leases[slot].tobytes()
+        word: bytes = leases[slot].tobytes()
         return word
 
     def close(self) -> None:
+        self._pool_bytes = 0  # nothing is inside any more
         self._memory = self._leases = np.empty((0, 0), np.uint8)
-        self._pool_bytes = 0
 
 
 def _user_of(end: socket.socket) -> int:

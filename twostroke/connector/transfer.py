@@ -133,11 +133,8 @@ class TransferWorker:
             self._is_open = False
             for engine_id in list(self._remotes):
                 self._drop(engine_id)
-            threads = [remote.thread for remote in self._leaving]
-        for thread in threads:
-            thread.join(_JOIN_S)
-        # What hangs in a read still uses the memory; it ends with the process.
-        if not any(thread.is_alive() for thread in threads):
+        # What hangs in spite of all still uses the memory; it ends with the process.
+        if all([remote.join() for remote in self._leaving]):
             self.transport.close()
 
     # ------------------------------------------------------------ all below: with the lock
@@ -166,7 +163,7 @@ class TransferWorker:
             for other in list(self._remotes.values()):
                 if addresses & set(other.endpoint.addresses):
                     self._drop(other.endpoint.engine_id)
-            self._leaving = [remote for remote in self._leaving if remote.thread.is_alive()]
+            self._leaving = [remote for remote in self._leaving if remote.is_alive]
             remote = self._remotes[endpoint.engine_id] = _Remote(self, endpoint)
         return remote
 
@@ -229,6 +226,7 @@ class _Remote:
             target=self._run, name=f"kv-{endpoint.engine_id[:8]}", daemon=True
         )
         self.thread.start()
+        self._end: threading.Thread | None = None  # what hangs up once it is to stop
 
     # ------------------------------------------------------------ with the worker's lock
 
@@ -247,8 +245,22 @@ class _Remote:
         self._queue = deque(other for other in self._queue if other is not load)
 
     def stop(self) -> None:
+        """End the thread; a read that hangs ends with its connection."""
         self._stopping = True
         self._work.notify()
+        self._end = threading.Thread(target=self._hang_up, name=self.thread.name, daemon=True)
+        self._end.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.thread.is_alive() or (self._end is not None and self._end.is_alive())
+
+    def join(self) -> bool:
+        """Without the lock: whether it has ended, after a while."""
+        self.thread.join(_JOIN_S)
+        if self._end is not None:
+            self._end.join(_JOIN_S)
+        return not self.is_alive
 
     # ------------------------------------------------------------ the thread
 
@@ -321,9 +333,9 @@ class _Remote:
         logger.warning("cannot read from engine %s: %s", self.endpoint.engine_id, trouble)
 
     def _hang_up(self) -> None:
-        for peer in self._peers.values():
+        peers, self._peers = self._peers, {}
+        for peer in peers.values():
             peer.close()
-        self._peers = {}
 
     def _serve(self) -> None:
         """Read the next piece, if it has not been given up meanwhile."""
@@ -359,7 +371,7 @@ class _Remote:
                 self._worker.end(load, load.given_up or error)
 
     def _read(self, load: _Load, piece: KvLoad) -> str:
-        worker, end, ticket = self._worker, load.end, piece.ticket
+        worker, end, ticket, peers = self._worker, load.end, piece.ticket, self._peers
         max_bytes = min(worker.transport.max_piece_bytes, BATCH_BYTES)
         reads = pieces(self.endpoint.layout, worker.layout, worker.rank, piece)
         end.started_s = end.started_s or worker.clock.now()
@@ -367,11 +379,11 @@ class _Remote:
             for batch in _batches(split(rows, max_bytes), worker.transport.max_pieces):
                 if load.given_up:
                     return load.given_up
-                self._peers[there].read(batch)
+                peers[there].read(batch)
                 end.num_messages += len(batch)
                 end.num_bytes += int(batch[:, 2].sum())
         self._num_troubles = 0
-        if all(self._peers[at].lease(ticket.lease_slot) == ticket.transfer_id for at in reads):
+        if all(peers[at].lease(ticket.lease_slot) == ticket.transfer_id for at in reads):
             return ""
         return LEASE_ENDED
 

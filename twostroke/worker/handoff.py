@@ -4,6 +4,7 @@ read, and the worker's half of the connector.
 
 import os
 import secrets
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from twostroke.connector.layout import pool_bytes
 from twostroke.connector.links import SCRATCH_BYTES
 from twostroke.connector.transfer import TransferWorker
 from twostroke.errors import ConfigError
+from twostroke.keys import read_key
 from twostroke.kv_messages import TRANSFER_ID_BYTES, KvLayoutRecord
 
 
@@ -60,8 +62,23 @@ def make_connector(
 
 
 def _transport(config: EngineConfig, device: str) -> Transport:
+    if config.kv_transport == "nixl":
+        from twostroke.connector.nixl import NixlTransport
+
+        return NixlTransport(config.kv_host, _kv_key(config))
     if device != "cpu":
-        raise ConfigError(f"--kv-transport {config.kv_transport} cannot read memory of {device}")
+        raise ConfigError(
+            f"--kv-transport {config.kv_transport} reads memory of the host, and KV is on {device}",
+            hint="use --kv-transport nixl",
+        )
     from twostroke.connector.shm import ShmTransport
 
     return ShmTransport()
+
+
+def _kv_key(config: EngineConfig) -> bytes:
+    """What readers on other hosts show that they know; derived from the key for joining."""
+    if not config.key:
+        return b""
+    secret = read_key(Path(config.key)).engine.secret
+    return hashlib.blake2b(secret, digest_size=32, person=b"twostroke-kv").digest()

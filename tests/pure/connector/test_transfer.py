@@ -37,6 +37,7 @@ class Engine:
     on_connect: Callable[[], object] = lambda: None
     on_read: Callable[[int], object] = lambda number: None  # called before the data is copied
     after_read: Callable[[int], object] = lambda number: None
+    on_close: Callable[[], object] = lambda: None
     num_reads: int = 0
     num_open: int = 0
     batches: list[Int64s] = field(default_factory=list)
@@ -66,6 +67,7 @@ class FakePeer:
     def close(self) -> None:
         self.engine.num_open -= self.is_open
         self.is_open = False
+        self.engine.on_close()
 
 
 SCRATCH = 4096
@@ -450,6 +452,23 @@ def test_disconnected_its_loads_fail_and_a_read_ends_first(world: World):
     assert [(end.load_id, end.error) for end in world.loads()] == [(0, "its engine is gone")]
     world.apply(loads=[world.load(2)])  # back again
     assert not world.loads()[0].error
+
+
+def test_a_read_that_hangs_ends_when_its_engine_is_disconnected(world: World):
+    gate = Gate()
+
+    def hang(_: int) -> None:
+        gate()
+        fail("the connection was closed")()
+
+    engine = world.engines["p0"]
+    engine.on_read, engine.on_close = hang, gate.open
+    world.apply(loads=[world.load(0)])
+    gate.wait()
+    world.apply(given_up=[0])
+    world.apply(disconnects=["p"])
+    assert [(end.load_id, end.error) for end in world.loads()] == [(0, "its engine is gone")]
+    assert engine.num_reads == 1
 
 
 def test_an_engine_that_took_over_an_address_replaces_the_one_before(world: World):
