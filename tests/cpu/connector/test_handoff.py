@@ -1,11 +1,13 @@
 """Tokens of a prompt that one engine computed and another continued: those of one engine alone."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from tests.cpu.connector.engines import Engine, Processes, hand_over
 from tests.cpu.worker.driving import small_config
+from twostroke.connector.nixl_agent import INSTALL, PACKAGES
 from twostroke.messages import SamplingParams
 from twostroke.testing.tiny_model import write_tiny_checkpoint
 
@@ -93,6 +95,21 @@ def test_ranks_in_processes(tiny_dir: Path, alone):
             assert engines[1].received[handle].num_bytes > 0
             for engine in engines:
                 engine.finished.clear()
+    prefill.close()
+    decode.close()
+
+
+@pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in PACKAGES),
+    reason=f"NIXL is not installed: {INSTALL}",
+)
+def test_over_nixl(tiny_dir: Path, alone):
+    prefill, decode = (Engine(settings(kv_transport="nixl"), tiny_dir) for _ in range(2))
+    assert decode.core.state.handoff.endpoint.transport == "nixl"
+    for handle, stream in enumerate((False, True)):
+        prompt = [*range(handle + 20), *PROMPT]
+        assert hand_over(prefill, decode, handle, prompt, 9, stream=stream) == alone(prompt, 9)
+        assert decode.received[handle].num_bytes > 0
     prefill.close()
     decode.close()
 
