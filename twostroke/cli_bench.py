@@ -3,13 +3,17 @@
 Names of flags and results are vLLM's.
 """
 
+import contextlib
+import functools
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from twostroke.bench.options import ServeOptions, ThroughputOptions
+from twostroke.bench.options import ServeOptions, ThroughputOptions, TransferOptions
 from twostroke.cli_flags import ONLINE_ONLY, EngineFlags, with_engine_flags, with_flags_of
+from twostroke.errors import ConfigError
 
 bench_app = typer.Typer(
     help="Measure a server or an engine.", no_args_is_help=True, rich_markup_mode=None
@@ -56,6 +60,58 @@ def bench_throughput(flags: EngineFlags, options: ThroughputOptions, json: Json 
     print(offline.table_of([measured]))
     if json:
         print(report.json_line(offline.result_of(measured)))
+
+
+@bench_app.command("transfer")
+@with_flags_of(TransferOptions)
+def bench_transfer(options: TransferOptions) -> None:
+    """Read scattered blocks from another process; report bandwidth by size of block."""
+    import json
+    import platform
+
+    from twostroke.bench import transfer, transfer_report
+    from twostroke.proc import transfer_link
+
+    if options.serve:
+        for address in transfer_link.serve(options):
+            print(f"on the other host: twostroke bench transfer --transport nixl --peer {address}")
+            _wait_for_interrupt()
+        return
+    plan = transfer.Plan.of(options)
+    results = []
+    with _progress_bar() as bar:
+        task = bar.add_task("memcpy", total=len(plan.cases) * len(plan.transports))
+        if options.line_gbps:
+            reference = transfer.reference_of(None, plan, options)
+        else:
+            with transfer_link.opened("memcpy", options) as memcpy:
+                reference = transfer.reference_of(memcpy, plan, options)
+        for name in plan.transports:
+            bar.update(task, description=name)
+            tick = functools.partial(bar.advance, task)
+            with transfer_link.opened(name, options) as link:
+                results.append(transfer.measure(link, reference, plan, options, tick))
+    print("\n\n".join(transfer_report.text_of(result) for result in results))
+    if options.json:
+        found = transfer.result_of(results, options, platform.node())
+        _write(options.json, json.dumps(found, indent=1) + "\n")
+    if options.plot:
+        _write(options.plot, transfer_report.svg_of(results))
+
+
+def _wait_for_interrupt() -> None:
+    import signal
+
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.pause()
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    print(f"written to {path}")
 
 
 def _progress_bar() -> Any:

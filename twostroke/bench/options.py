@@ -63,3 +63,30 @@ class ThroughputOptions:
     prefix_len: int = _option(0, "tokens that all prompts begin with, on top", minimum=0)
     vocab_size: int = _option(32_000, "random ids are below this", minimum=21)
     runs: int = _option(3, "measured runs after the warm-up; the median counts", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferOptions:
+    """One-sided reads of scattered blocks between two processes (`twostroke bench transfer`)."""
+
+    transport: str = _option("shm", "what to measure, with commas: memcpy, shm, nixl, mooncake")
+    block_kib: str = _option(
+        "4,8,24,96,384,1024,4096", "sizes of a block in KiB; 4..4096 is all doublings"
+    )
+    merge: str = _option(
+        "0", "sizes in KiB up to which adjacent blocks move as one message; 0: none are adjacent"
+    )
+    threads: str = _option("1", "numbers of threads that read")
+    direction: str = _option("read", "read, write (memcpy and mooncake), or both with a comma")
+    total: str = _option("256MiB", "bytes moved at a time; 1/4 and 1/16 of it as well, for the fit")
+    pool: str = _option("1GiB", "memory at either end over which the blocks are scattered")
+    repeats: int = _option(5, "timed runs of each case after the verified one", minimum=1)
+    line_gbps: float = _option(
+        0.0, "line rate in Gbit/s to compare with; 0: memory copy", minimum=0
+    )
+    serve: str = _option("", "only be read from, at this address of this host, until Ctrl-C (nixl)")
+    peer: str = _option("", "read from where --serve runs, at the address that it prints (nixl)")
+    key: Path | None = _option(None, "key file that --serve and --peer share: twostroke key FILE")
+    seed: int = _option(0, "of where the blocks are")
+    json: Path | None = _option(None, "write all figures to this file, for plan and twin")
+    plot: Path | None = _option(None, "draw bandwidth by block size into this file (SVG)")
