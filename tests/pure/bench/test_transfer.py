@@ -216,7 +216,7 @@ def test_sizes(text: str, size: int):
 
 @pytest.mark.parametrize("text", ["", "x", "1XB", "-1MiB", "1MiB2", "MiB"])
 def test_what_is_no_size(text: str):
-    with pytest.raises(ConfigError, match="--total is .*; it must be a size"):
+    with pytest.raises(ConfigError, match=r"--total is .*; it must be a size"):
         size_of(text, "--total")
 
 
