@@ -2,6 +2,7 @@
 read, and the worker's half of the connector.
 """
 
+import hashlib
 import os
 import secrets
 from pathlib import Path
