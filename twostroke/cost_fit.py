@@ -7,7 +7,7 @@ Residuals are relative: a step of 1 ms counts as much as one of 1 s. Negative sh
 nonsense beyond what was measured, so there are none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,6 +92,8 @@ KNEE_GAIN = 0.05  # a knee must lower the squared error by this share, or it is 
 
 # The same for a fit that keeps sums only and so cannot try: a few, spread.
 ONLINE_KNEES = (32.0, 256.0, 2048.0)
+
+LAWSON_ROUNDS = 60
 
 NUM_SHARES = 6  # columns of a LinearStepCost without its knees
 
@@ -265,20 +267,27 @@ class OnlineFit:
 
 
 def fit_link_cost(
-    num_messages: Sequence[float], num_bytes: Sequence[float], seconds: Sequence[float]
+    num_messages: Sequence[float],
+    num_bytes: Sequence[float],
+    seconds: Sequence[float],
+    *,
+    clean: bool = False,
 ) -> tuple[LinkCost, FitError]:
     """The link cost of measured transfers: as a sum, or pipelined where that fits better.
 
-    Raises ValueError when none took a positive, finite time, or time does not grow with bytes.
+    `clean` points, each the mean or the best of many transfers, have no outliers: the worst error
+    is made small, not the mean. Raises ValueError when none took a positive, finite time, or time
+    does not grow with bytes.
     """
     table = np.array([num_messages, num_bytes, seconds], np.float64).T.reshape(-1, 3)
     table = table[(table[:, 1] > 0) & (table[:, 2] > 0) & np.isfinite(table).all(axis=1)]
     if not len(table):
         raise ValueError("no transfer was measured: one needs bytes and a time over 0")
+    fit = least_worst_fit if clean else robust_fit
     messages, moved, measured = table.T
     ones = np.ones(len(table))
-    summed, sum_loss = robust_fit(np.column_stack([ones, messages, moved]), measured)
-    piped, pipe_loss = _fit_pipelined(messages, moved, measured)
+    summed, sum_loss = fit(np.column_stack([ones, messages, moved]), measured)
+    piped, pipe_loss = _fit_pipelined(messages, moved, measured, fit)
     pipelined = pipe_loss < sum_loss * (1 - KNEE_GAIN)
     base_s, message_s, byte_s = map(float, piped if pipelined else summed)
     if byte_s <= 0:
@@ -289,9 +298,12 @@ def fit_link_cost(
 
 
 def _fit_pipelined(
-    messages: Float64s, moved: Float64s, measured: Float64s
+    messages: Float64s,
+    moved: Float64s,
+    measured: Float64s,
+    fit: Callable[[Float64s, Float64s], tuple[Float64s, float]],
 ) -> tuple[Float64s, float]:
-    """Coefficients of base + max(messages * each, bytes * per byte).
+    """Coefficients of base + max(messages * each, bytes * per byte), and its loss.
 
     Which of the two counts is decided by the bytes of a message: below a size the issue of messages
     does, above it the bytes. Every such size among the samples is tried.
@@ -302,9 +314,31 @@ def _fit_pipelined(
     for threshold in np.unique(size):
         small = size < threshold
         columns = np.column_stack([ones, messages * small, moved * ~small])
-        fitted, _ = robust_fit(columns, measured)
+        fitted, loss = fit(columns, measured)
         predicted = fitted[0] + np.maximum(messages * fitted[1], moved * fitted[2])
-        loss = float(np.mean(((predicted - measured) / measured) ** 2))
+        # Where the size is not where the two really meet, the maximum is not what was fitted.
+        loss += float(np.abs(predicted / (columns @ fitted) - 1).max())
         if loss < best[1]:
             best = fitted, loss
+    return best
+
+
+def least_worst_fit(columns: Float64s, seconds: Float64s) -> tuple[Float64s, float]:
+    """Non-negative coefficients that make the largest relative error small, and its square.
+
+    Lawson's weights: each round, points count in proportion to how far off they were.
+    """
+    scaled = columns / seconds[:, None]
+    weights = np.full(len(seconds), 1 / len(seconds))
+    best: tuple[Float64s, float] = np.zeros(columns.shape[1]), np.inf
+    for _ in range(LAWSON_ROUNDS):
+        weighted = scaled * weights[:, None]
+        fitted = non_negative_least_squares(scaled.T @ weighted, weighted.sum(axis=0))
+        residual = np.abs(scaled @ fitted - 1)
+        if (worst := float(residual.max() ** 2)) < best[1]:
+            best = fitted, worst
+        weights = weights * residual
+        if not weights.sum() > 1e-12:
+            break
+        weights /= weights.sum()
     return best

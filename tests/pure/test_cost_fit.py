@@ -166,3 +166,16 @@ def test_link_fits_refuse_what_says_nothing() -> None:
         fit_link_cost([1], [0], [1.0])
     with pytest.raises(ValueError, match="grow"):
         fit_link_cost([1, 1], [100, 200], [2.0, 1.0])
+
+
+def test_clean_points_are_fitted_to_their_worst() -> None:
+    """Between the robust fit, which lets one size go, and the least worst error lies some."""
+    sizes = [2.0**i for i in range(12, 24)]
+    wobble = [1.05, 0.95] * 6
+    seconds = [(1e-4 + size / 1e9) * factor for size, factor in zip(sizes, wobble, strict=True)]
+    cost, _ = fit_link_cost([0.0] * 12, sizes, seconds, clean=True)
+    worst = max(
+        abs(cost.transfer_s(0, round(size)) / measured - 1)
+        for size, measured in zip(sizes, seconds, strict=True)
+    )
+    assert worst == pytest.approx(0.05, abs=0.002)

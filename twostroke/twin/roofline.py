@@ -157,6 +157,25 @@ class Roofline:
         kernels = self._parts(work, self._touched_by(work), max, min)
         return self._with_host(kernels, work.num_rows, max)
 
+    def group_step_s(self, works: Sequence[StepWork]) -> float:
+        """Seconds of a step that data-parallel engines take together, one work each.
+
+        They exchange tokens in every sparse layer, so all wait for the one with most to do, and the
+        experts have the tokens of all. An engine without requests has no work but takes part.
+        """
+        tokens = sum(work.num_tokens for work in works)
+        last = len(self._touched_list) - 1
+        touched = self._touched_list[min(round(tokens), last)]
+        mean = tokens / self._dp
+        shared = self._parts(StepWork(mean, 0.0, 0.0, 0.0, 0.0), touched, max, min)
+        own_s, rows = 0.0, 0.0
+        for work in works:
+            dense, _, attention, around, head, _, _ = self._parts(work, 0.0, max, min)
+            own_s = max(own_s, dense + attention + around + head)
+            rows = max(rows, work.num_rows)
+        kernels = (own_s, shared[1], 0.0, 0.0, 0.0, shared[5], shared[6])
+        return self._with_host(kernels, rows, max)
+
     def _touched_by(self, work: StepWork) -> float:
         last = len(self._touched_list) - 1
         return self._touched_list[min(round(work.num_tokens) * self._dp, last)]
@@ -255,7 +274,9 @@ def _exchange(shape: ModelShape, hardware: Hardware, tp: int, dp: int) -> tuple[
     """Seconds a step that collectives take: in any case, and for each token of an engine.
 
     A ring all-reduce over g ranks sends 2 (g - 1) / g of the data, all-gather and reduce-scatter
-    half of that each. The data of an expert group are the tokens of all its engines.
+    half of that each. Engines that share experts gather the tokens of all and what the router says
+    of each, and scatter the results: three calls a sparse layer (vLLM's default,
+    allgather_reducescatter).
     """
     constant = per_token = 0.0
     token_bytes = shape.hidden_size * ACTIVATION_BYTES
@@ -266,8 +287,9 @@ def _exchange(shape: ModelShape, hardware: Hardware, tp: int, dp: int) -> tuple[
     if dp > 1:
         sparse = sum(map(shape.is_sparse, range(shape.num_layers)))
         rate = _link_rate(hardware, tp * dp) * hardware.reduce_share
-        constant += 2 * sparse * hardware.reduce_s
-        per_token += sparse * 2 * (dp - 1) / dp * dp * token_bytes / rate
+        moved_bytes = 2 * token_bytes + shape.num_experts * ACTIVATION_BYTES
+        constant += 3 * sparse * hardware.reduce_s
+        per_token += sparse * (dp - 1) / dp * dp * moved_bytes / rate
     return constant, per_token
 
 
