@@ -70,7 +70,10 @@ def shared_memory(layout: KvLayoutRecord) -> tuple[KvMemory, UInt8s]:
     try:
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        whole = np.frombuffer(mmap.mmap(fd, size), np.uint8)
+        mapping = mmap.mmap(fd, size)
+        with contextlib.suppress(OSError):  # most systems have no large pages for shared memory
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(mapping, np.uint8)
     except BaseException:
         os.close(fd)
         raise

@@ -94,6 +94,18 @@ def test_what_loading_raises_reaches_the_caller():
         start(broken)
 
 
+def test_where_kv_is_handed_over_the_executor_says_where_it_can_be_read(tiny_dir: Path):
+    executor = ThreadExecutor(small_config(prefill=1, decode=1), open_checkpoint(tiny_dir))
+    assert executor.endpoint is not None
+    assert executor.endpoint.transport == "shm"
+    assert len(executor.endpoint.addresses) == 1
+    assert executor.endpoint.layout.num_blocks == executor.num_blocks
+    executor.submit(empty_plan(0))
+    assert executor.collect().kv is None
+    executor.shutdown()
+    assert not any(thread.name.startswith("kv-") for thread in threading.enumerate())
+
+
 # ---------------------------------------------------------------- the worker in its own process
 
 

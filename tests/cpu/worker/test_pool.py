@@ -1,5 +1,6 @@
 """Sizing of the KV pool: the limit that decides, in numbers and in words."""
 
+import os
 from pathlib import Path
 
 import psutil
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from twostroke.config import EngineConfig
+from twostroke.connector.layout import record_of
 from twostroke.errors import ConfigError
 from twostroke.kv.sizing import KvLayout
 from twostroke.worker import pool
@@ -130,3 +132,23 @@ def test_more_than_the_system_gives_is_an_error():
     layout = KvLayout(num_layers=1000, num_kv_heads=1000, head_dim=1000)
     with pytest.raises(ConfigError, match="cannot allocate"):
         pool.allocate_pool(10**9, layout, torch.bfloat16, torch.device("cpu"))
+
+
+def test_a_pool_that_others_can_read_is_the_same_in_a_memory_file():
+    layout = KvLayout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=4)
+    record = record_of(layout, 5, "model")
+    kv_pool, memory = pool.allocate_readable_pool(
+        record, layout, torch.bfloat16, torch.device("cpu")
+    )
+    assert kv_pool.shape == (5, 2, 2, 3, 4, 8)
+    assert kv_pool.is_contiguous()
+    assert not kv_pool.any()
+    assert (memory.address, memory.pool_bytes) == (kv_pool.data_ptr(), kv_pool.nbytes)
+    assert memory.leases.shape == (5, 16)
+    assert not memory.leases.any()
+    kv_pool[1] = 1
+    assert os.pread(memory.fd, 2, kv_pool.nbytes // 5) == b"\x80\x3f"  # 1 in bfloat16
+    os.close(memory.fd)
+    too_large = record_of(KvLayout(num_layers=1000, num_kv_heads=1000, head_dim=1000), 10**9, "m")
+    with pytest.raises(ConfigError, match="cannot allocate"):
+        pool.allocate_readable_pool(too_large, layout, torch.bfloat16, torch.device("cpu"))
