@@ -308,8 +308,10 @@ class _Remote:
                 raise TransferError(f"{len(endpoint.addresses)} addresses of {num_ranks} ranks")
             for there in sources(endpoint.layout, worker.layout, worker.rank):
                 address = endpoint.addresses[there]
-                self._peers[there] = worker.transport.connect(address, endpoint.engine_id)
-            peer = next(iter(self._peers.values()))
+                peer = worker.transport.connect(address, endpoint.engine_id)
+                self._peers[there] = peer
+                if self._stopping:  # whoever hangs up may have come too early for this one
+                    raise TransferError("its engine is gone")
             self._link = measure_link(endpoint, peer, worker.memory, worker.transport)
         except TransferError as error:
             trouble = str(error)
