@@ -11,7 +11,10 @@ from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:
     from twostroke.config import EngineConfig
+    from twostroke.cost import LinkCost
+    from twostroke.cost_fit import FitError
     from twostroke.cost_profile import Profile
+    from twostroke.trace_steps import TracedLoad
 
 # What decides how long a step takes, of all the settings.
 _DECIDING = (
@@ -74,20 +77,23 @@ def _measure(settings: "EngineConfig", seconds: float, *, show: bool) -> "Profil
         checkpoint = resolve(settings, bars.show)
     with _progress_bar(show) as bar:
         task = bar.add_task("measuring", total=1.0)
-        steps, waves, held_out = measure(
+        seen = measure(
             settings,
             seconds=seconds,
             on_progress=lambda share: bar.update(task, completed=share),
         )
         peaks = device_peaks()
-    cost, host, error = fit_costs(steps, waves)
+    cost, host, error = fit_costs(seen.steps, seen.waves, seen.relay_s)
+    link, link_error = _link(seen.loads)
     return Profile(
         model=checkpoint.served_name,
         device=device_name(),
         step=cost,
         step_error=error,
-        held_out=error_on(cost, host, held_out) if held_out else None,
+        held_out=error_on(cost, host, seen.held_out) if seen.held_out else None,
         host=host,
+        link=link,
+        link_error=link_error,
         peaks=peaks,
         settings={name: str(getattr(settings, name)) for name in _DECIDING},
     )
@@ -97,9 +103,11 @@ def _read(settings: "EngineConfig", paths: list[Path]) -> "Profile":
     """Fit to what was recorded: no client's times are known, so ingress and egress are 0."""
     from twostroke.cost_host import fit_costs
     from twostroke.cost_profile import Profile
-    from twostroke.trace_steps import read_steps
+    from twostroke.trace_steps import read_trace
 
-    steps = [step for path in paths for step in read_steps(path)]
+    traces = [read_trace(path) for path in paths]
+    steps = [step for steps, _ in traces for step in steps]
+    link, link_error = _link([load for _, loads in traces for load in loads])
     try:
         cost, host, error = fit_costs(steps, [])
     except ValueError as problem:
@@ -110,8 +118,24 @@ def _read(settings: "EngineConfig", paths: list[Path]) -> "Profile":
         step=cost,
         step_error=error,
         host=host,
+        link=link,
+        link_error=link_error,
         settings={"recorded": ", ".join(map(str, paths))},
     )
+
+
+def _link(loads: "list[TracedLoad]") -> "tuple[LinkCost | None, FitError | None]":
+    """The link that KV went over, if any did."""
+    from twostroke.cost_fit import fit_link_cost
+
+    try:
+        return fit_link_cost(
+            [load.num_messages for load in loads],
+            [load.num_bytes for load in loads],
+            [load.end_s - load.start_s for load in loads],
+        )
+    except ValueError:  # there was none, or nothing can be told of it
+        return None, None
 
 
 def _summary(found: "Profile") -> str:
@@ -126,14 +150,18 @@ def _summary(found: "Profile") -> str:
         ("1,000 tokens of context", step.context_s * 1e9, "us"),
         ("1,000,000 query-key pairs", step.attended_s * 1e12, "us"),
         ("between two steps", host.gap_s * 1e6, "us"),
-        ("client to engine", host.ingress_s * 1e3, "ms"),
-        ("engine to client", host.egress_s * 1e3, "ms"),
+        ("client to engine", (host.frontend_s + host.ingress_s) * 1e3, "ms"),
+        ("engine to client", (host.egress_s + host.deliver_s) * 1e3, "ms"),
     ]
     lines = [f"{found.model} on {found.device}"]
     lines += [f"  {name:28}{value:12.2f} {unit}" for name, value, unit in rows if value]
     if len(host.slowdown) > 1:
         factors = ", ".join(f"{factor:.2f}" for factor in host.slowdown)
         lines.append(f"  steps while 1, 2, ... engines compute take {factors} times as long")
+    if found.link is not None:
+        link = found.link
+        rate = f"{link.bytes_per_s / 1e9:.2f} GB/s after {link.base_s * 1e3:.2f} ms"
+        lines.append(f"  KV from engine to engine: {rate}; error: {found.link_error}")
     lines.append(f"error: {found.step_error}")
     if found.held_out is not None:
         lines.append(f"error on a load that was not fitted to: {found.held_out}")

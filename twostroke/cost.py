@@ -123,22 +123,29 @@ class LinearStepCost:
 class HostCost:
     """What the processes around the device add, in seconds.
 
-    sent ─ ingress ─▶ engine has it   step ─ gap ─▶ next step   step ends ─ egress ─▶ client has it
+    client ─ frontend ─▶ router ─ ingress ─▶ engine: step ─ gap ─ step
+    client ◀─ deliver ── router ◀─ egress ── engine
 
     `slowdown[n - 1]`: how many times longer a step takes while n engines of one host compute.
     """
 
     gap_s: float = 0.0  # the device waits this long between two steps
     gap_row_s: float = 0.0  # and this much longer for each row
+    frontend_s: float = 0.0
+    frontend_token_s: float = 0.0  # for each prompt token
     ingress_s: float = 0.0
-    ingress_token_s: float = 0.0  # for each prompt token
+    ingress_token_s: float = 0.0
     egress_s: float = 0.0
     egress_row_s: float = 0.0  # for each row of the step
+    deliver_s: float = 0.0
+    deliver_row_s: float = 0.0
     slowdown: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
         check_numbers("host cost", self.gap_s, self.gap_row_s, self.ingress_s, self.ingress_token_s)
+        check_numbers("host cost", self.frontend_s, self.frontend_token_s)
         check_numbers("host cost", self.egress_s, self.egress_row_s)
+        check_numbers("host cost", self.deliver_s, self.deliver_row_s)
         check_numbers("slowdown", *self.slowdown, least=1.0)
         if not self.slowdown:
             raise ConfigError("slowdown is empty; it must say at least that of one engine: [1.0]")

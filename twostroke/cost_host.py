@@ -1,7 +1,7 @@
 """What the processes around the devices add, from steps on a common clock and what clients saw.
 
-    client  sent ────────ingress────────▶ first step        last step ──egress──▶ last piece
-    device  step ──gap── step ──gap── step         slowdown: steps while other engines compute too
+    client  sent ──frontend, ingress──▶ first step     last step ──egress, deliver──▶ last piece
+    device  step ──gap── step ──gap── step       slowdown: steps while other engines compute too
 
 All times are of the host's monotonic clock, so those of different processes can be compared.
 """
@@ -33,26 +33,29 @@ class Wave:
 
 
 def fit_costs(
-    steps: Sequence[TracedStep], waves: Sequence[Wave]
+    steps: Sequence[TracedStep], waves: Sequence[Wave], relay_s: float = 0.0
 ) -> tuple[LinearStepCost, HostCost, FitError]:
     """The cost of a step alone, what is around it, and the error of both together on all steps.
 
-    Raises ValueError when no step says anything.
+    `relay_s` is what a message between router and engine takes; the rest of the way to the client
+    and back is the front end's. Raises ValueError when no step says anything.
     """
     busy = _overlaps(steps)
     alone = [step.sample for step, others in zip(steps, busy, strict=True) if others <= ALONE]
     cost, _ = fit_step_cost(alone or [step.sample for step in steps])
     slowdown = _slowdowns(steps, busy, cost)
     gap_s, gap_row_s = _gaps(steps)
-    ingress_s, ingress_token_s = _ingress(steps, waves)
-    egress_s, egress_row_s = _egress(steps, waves)
+    inward_s, inward_token_s = _inward(steps, waves)
+    outward_s, outward_row_s = _outward(steps, waves)
     host = HostCost(
         gap_s=gap_s,
         gap_row_s=gap_row_s,
-        ingress_s=ingress_s,
-        ingress_token_s=ingress_token_s,
-        egress_s=egress_s,
-        egress_row_s=egress_row_s,
+        frontend_s=max(0.0, inward_s - relay_s),
+        frontend_token_s=inward_token_s,
+        ingress_s=min(relay_s, inward_s),
+        egress_s=min(relay_s, outward_s),
+        deliver_s=max(0.0, outward_s - relay_s),
+        deliver_row_s=outward_row_s,
         slowdown=slowdown,
     )
     return cost, host, error_on(cost, host, steps)
@@ -143,7 +146,7 @@ def _gaps(steps: Sequence[TracedStep]) -> tuple[float, float]:
     return _line(gaps)
 
 
-def _ingress(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float, float]:
+def _inward(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float, float]:
     """Seconds from sending a lone request to its first step, and for each token of its prompt."""
     starts = np.array([step.start_s for step in steps])
     seen = []
@@ -154,7 +157,7 @@ def _ingress(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float,
     return _line(seen)
 
 
-def _egress(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float, float]:
+def _outward(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float, float]:
     """Seconds from a step's end until the client has the last of its tokens, and for each row."""
     by_end = sorted(steps, key=lambda step: step.end_s)
     ends = np.array([step.end_s for step in by_end])

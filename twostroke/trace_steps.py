@@ -1,4 +1,4 @@
-"""Reads the steps back out of a Chrome trace that `serve --trace` wrote (see `trace.py`)."""
+"""Reads steps and KV loads back out of a Chrome trace that `serve --trace` wrote (`trace.py`)."""
 
 import json
 import re
@@ -24,8 +24,19 @@ class TracedStep:
     sample: StepSample
 
 
-def read_steps(path: Path) -> list[TracedStep]:
-    """All steps that ran rows, by their start. Reads a trace that was cut short too.
+@dataclass(frozen=True)
+class TracedLoad:
+    """KV that an engine has read from another; no error among them."""
+
+    engine: int
+    start_s: float
+    end_s: float
+    num_bytes: int
+    num_messages: int
+
+
+def read_trace(path: Path) -> tuple[list[TracedStep], list[TracedLoad]]:
+    """All steps that ran rows, and all loads, by their start. Reads traces that were cut short too.
 
     Raises ConfigError when the file cannot be read, or holds no step with its work.
     """
@@ -48,7 +59,16 @@ def read_steps(path: Path) -> list[TracedStep]:
         raise ConfigError(
             f"{path} holds no step with what it did", hint="record one: twostroke serve --trace"
         )
-    return sorted(steps, key=lambda step: step.start_s)
+    loads = [
+        load
+        for event in events
+        if _pid(event) in engines and (load := _load(event, engines[_pid(event)]))
+    ]
+    return sorted(steps, key=_start_s), sorted(loads, key=_start_s)
+
+
+def _start_s(item: TracedStep | TracedLoad) -> float:
+    return item.start_s
 
 
 def _events(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
@@ -95,3 +115,15 @@ def _step(event: dict[str, Any], engine: int) -> TracedStep | None:
         seconds=seconds,
     )
     return TracedStep(engine, start_s, start_s + seconds, sample)
+
+
+def _load(event: dict[str, Any], engine: int) -> TracedLoad | None:
+    arguments, name = _arguments(event), event.get("name")
+    if not (isinstance(name, str) and name.startswith("load ")):
+        return None
+    try:
+        start_s, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
+        sizes = int(arguments["bytes"]), int(arguments["messages"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return TracedLoad(engine, start_s, start_s + seconds, *sizes)

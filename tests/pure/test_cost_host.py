@@ -14,10 +14,12 @@ COST = LinearStepCost(base_s=5e-3, token_s=2e-5, row_s=1e-4, context_s=1e-7)
 HOST = HostCost(
     gap_s=2e-4,
     gap_row_s=1e-5,
-    ingress_s=3e-3,
-    ingress_token_s=2e-6,
-    egress_s=1e-3,
-    egress_row_s=5e-5,
+    frontend_s=2.5e-3,
+    frontend_token_s=2e-6,
+    ingress_s=5e-4,
+    egress_s=5e-4,
+    deliver_s=1e-3,
+    deliver_row_s=5e-5,
 )
 
 
@@ -28,7 +30,7 @@ def run_waves(engine: int, seed: int, start_s: float, slow: float = 1.0) -> tupl
     for count in (1, 1, 2, 8, 1, 32, 16, 1, 4, 1) * 3:
         length = draw.choice([16, 64, 256, 1024])
         sent_s = now
-        now += HOST.ingress_s + HOST.ingress_token_s * length
+        now += HOST.ingress_s + HOST.frontend_s + HOST.frontend_token_s * length
         context = 0
         for i in range(12):
             tokens = count * (length if i == 0 else 1)
@@ -38,7 +40,7 @@ def run_waves(engine: int, seed: int, start_s: float, slow: float = 1.0) -> tupl
             steps.append(TracedStep(engine, now, now + sample.seconds, sample))
             now += sample.seconds + HOST.gap_s + HOST.gap_row_s * count
             context += tokens
-        ended_s = steps[-1].end_s + HOST.egress_s + HOST.egress_row_s * count
+        ended_s = steps[-1].end_s + HOST.egress_s + HOST.deliver_s + HOST.deliver_row_s * count
         waves.append(Wave(count, length, sent_s, ended_s))
         now = ended_s + 0.01
     return steps, waves
@@ -46,15 +48,16 @@ def run_waves(engine: int, seed: int, start_s: float, slow: float = 1.0) -> tupl
 
 def test_what_was_put_in_comes_out() -> None:
     steps, waves = run_waves(0, 1, 100.0)
-    cost, host, error = fit_costs(steps, waves)
+    cost, host, error = fit_costs(steps, waves, relay_s=5e-4)
     assert error.p90 < 1e-3
     assert cost.base_s == pytest.approx(COST.base_s, rel=0.01)
     assert host.gap_s == pytest.approx(HOST.gap_s, rel=0.02)
     assert host.gap_row_s == pytest.approx(HOST.gap_row_s, rel=0.02)
-    assert host.ingress_s == pytest.approx(HOST.ingress_s, rel=0.02)
-    assert host.ingress_token_s == pytest.approx(HOST.ingress_token_s, rel=0.05)
-    assert host.egress_s == pytest.approx(HOST.egress_s, rel=0.02)
-    assert host.egress_row_s == pytest.approx(HOST.egress_row_s, rel=0.05)
+    assert host.ingress_s == host.egress_s == 5e-4
+    assert host.frontend_s == pytest.approx(HOST.frontend_s, rel=0.02)
+    assert host.frontend_token_s == pytest.approx(HOST.frontend_token_s, rel=0.05)
+    assert host.deliver_s == pytest.approx(HOST.deliver_s, rel=0.02)
+    assert host.deliver_row_s == pytest.approx(HOST.deliver_row_s, rel=0.05)
     assert host.slowdown == (1.0,)
 
 
@@ -73,6 +76,6 @@ def test_engines_that_slow_each_other_down() -> None:
 def test_steps_without_clients() -> None:
     steps, _ = run_waves(0, 3, 0.0)
     _, host, _ = fit_costs(steps, [])
-    assert host.ingress_s == host.egress_s == 0.0
+    assert host.frontend_s == host.ingress_s == host.egress_s == host.deliver_s == 0.0
     with pytest.raises(ValueError, match="no step"):
         fit_costs([], [])

@@ -7,7 +7,7 @@ import pytest
 from twostroke import trace
 from twostroke.errors import ConfigError
 from twostroke.trace import Tracer
-from twostroke.trace_steps import read_steps
+from twostroke.trace_steps import read_trace
 
 
 @pytest.fixture
@@ -22,24 +22,27 @@ def path(tmp_path: Path) -> Path:
     core.span("worker", "step 2", 2.0, 2.25, **work)
     core.span("worker", "step 1", 1.0, 1.5, **work)
     core.span("worker", "step 3", 3.0, 3.1)
+    core.span("kv", "load 7", 2.5, 2.75, bytes=1000, messages=4)
+    core.span("kv", "load 8", 2.5, 2.75)
     core.flush()
     return path
 
 
 def test_steps_of_a_trace_that_is_cut_short(path: Path) -> None:
-    first, second = read_steps(path)
+    (first, second), (load,) = read_trace(path)
     assert (first.engine, first.start_s, first.end_s) == (3, 1.0, 1.5)
     assert (second.start_s, second.end_s) == (2.0, 2.25)
     assert second.sample.attended_tokens == 123
     assert second.sample.seconds == pytest.approx(0.25)
+    assert (load.engine, load.end_s, load.num_bytes, load.num_messages) == (3, 2.75, 1000, 4)
     with path.open("a") as file:
         file.write('{"pid": 1, "name": "step 4", "ts"')
-    assert len(read_steps(path)) == 2
+    assert len(read_trace(path)[0]) == 2
 
 
 def test_steps_of_a_finished_trace(path: Path) -> None:
     trace.finish(path)
-    assert len(read_steps(path)) == 2
+    assert len(read_trace(path)[0]) == 2
 
 
 @pytest.mark.parametrize("text", ["", "[\n", '{"pid": []}\n[1]\n{"args": 3, "name": "step 1"}\n'])
@@ -47,12 +50,12 @@ def test_what_holds_no_step(tmp_path: Path, text: str) -> None:
     path = tmp_path / "trace.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="no step"):
-        read_steps(path)
+        read_trace(path)
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
-        read_steps(tmp_path / "none.json")
+        read_trace(tmp_path / "none.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot read"):
-        read_steps(tmp_path / "binary")
+        read_trace(tmp_path / "binary")

@@ -49,6 +49,7 @@ from twostroke.messages import (
     FromEngine,
     Shutdown,
     StepPlan,
+    StepResult,
     ToEngine,
     UtilityCall,
     UtilityReply,
@@ -180,11 +181,7 @@ class CoreProcess:
         if self.tracer:
             self.tracer.span("main", f"wait for {result.step}", wait_s, start_s)
             self.tracer.span("main", f"finish {result.step}", start_s, time.monotonic())
-            done = msgspec.structs.asdict(outputs.step) if outputs.step is not None else {}
-            done.pop("seconds", None)
-            self.tracer.span(
-                "worker", f"step {result.step}", result.started_s, result.ended_s, **done
-            )
+            _trace_device(self.tracer, result, outputs)
 
     def _take_inbox(self, *, wait: bool) -> None:
         """Apply every message that is there; with `wait`, block for the first, or a deadline."""
@@ -286,6 +283,17 @@ class CoreProcess:
             if self.tracer:
                 self.tracer.span("output", "encode + send", start_s, time.monotonic())
         self.sockets.close()
+
+
+def _trace_device(tracer: Tracer, result: StepResult, outputs: EngineOutputs) -> None:
+    """A step with its work, and the KV loads that ended in it; `trace_steps` reads them back."""
+    done = msgspec.structs.asdict(outputs.step) if outputs.step is not None else {}
+    done.pop("seconds", None)
+    tracer.span("worker", f"step {result.step}", result.started_s, result.ended_s, **done)
+    for load in result.kv.loads if result.kv is not None else ():
+        if not load.error:
+            size = {"bytes": load.num_bytes, "messages": load.num_messages}
+            tracer.span("kv", f"load {load.load_id}", load.started_s, load.ended_s, **size)
 
 
 class _Handle(msgspec.Struct):

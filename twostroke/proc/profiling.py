@@ -17,6 +17,7 @@ import platform
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,18 +37,19 @@ from twostroke.config import EngineConfig
 from twostroke.cost_host import Wave
 from twostroke.cost_profile import DevicePeaks
 from twostroke.errors import EngineDeadError, TwostrokeError
-from twostroke.trace_steps import TracedStep, read_steps
+from twostroke.trace_steps import TracedLoad, TracedStep, read_trace
 
 START_S = 600.0
 STOP_S = 60.0
 OUTPUT_TOKENS = 12  # of each answer: some steps in which all decode
+RELAY_SAMPLES = 30
 WAVE_SHARE = 0.25  # most of the time budget that one wave may take
 
 
 class Server:
     """A `twostroke serve` with these settings in processes of its own, tracing itself.
 
-    Used as a context; `steps` reads the trace once it has stopped. Raises EngineDeadError, with
+    Used as a context; `read` reads the trace once it has stopped. Raises EngineDeadError, with
     what the server printed last, when it does not start.
     """
 
@@ -127,9 +129,9 @@ class Server:
         if self._process.stdout is not None:
             self._process.stdout.close()
 
-    def steps(self) -> list[TracedStep]:
-        """The steps of its life, once it has stopped."""
-        return read_steps(self.trace)
+    def read(self) -> tuple[list[TracedStep], list[TracedLoad]]:
+        """The steps and loads of its life, once it has stopped."""
+        return read_trace(self.trace)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,18 +218,31 @@ async def _limits(client: httpx.AsyncClient) -> Limits:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A grid's steps, KV loads and waves; a message between router and engine in seconds; and the
+    steps of a mixed load, which nothing was fitted to."""
+
+    steps: list[TracedStep]
+    loads: list[TracedLoad]
+    waves: list[Wave]
+    relay_s: float
+    held_out: list[TracedStep]
+
+
 def measure(
     config: EngineConfig,
     *,
     seconds: float,
     on_progress: Callable[[float], None] = lambda share: None,
-) -> tuple[list[TracedStep], list[Wave], list[TracedStep]]:
-    """Steps and waves of a grid, and the steps of a mixed load that was not fitted to.
+) -> Measured:
+    """Start a server with these settings and measure it for about `seconds`.
 
     The mixed load comes last, from another seed: arrivals at random, lengths at random.
     """
     with tempfile.TemporaryDirectory(prefix="twostroke-profile-") as name:
         with Server(config, Path(name)) as server:
+            relay_s = asyncio.run(measure_relay(server.url))
             waves = asyncio.run(
                 run_grid(
                     server.url,
@@ -239,9 +254,30 @@ def measure(
             split_s = time.monotonic()
             asyncio.run(_mixed_load(server.url, waves, seconds=0.2 * seconds, seed=config.seed + 1))
         on_progress(1.0)
-        steps = server.steps()
-    fitted = [step for step in steps if step.start_s < split_s]
-    return fitted, waves, [step for step in steps if step.start_s >= split_s]
+        steps, loads = server.read()
+    return Measured(
+        steps=[step for step in steps if step.start_s < split_s],
+        loads=loads,
+        waves=waves,
+        relay_s=relay_s,
+        held_out=[step for step in steps if step.start_s >= split_s],
+    )
+
+
+async def measure_relay(url: str) -> float:
+    """Seconds that a message takes between router and engine, when both have nothing else to do.
+
+    One path of the API asks the engine and another does not: half of what that takes longer.
+    """
+    spent_s: dict[str, list[float]] = {"/ready": [], "/health": []}
+    async with load.connect(url) as client:
+        for _ in range(RELAY_SAMPLES):
+            for path, times_s in spent_s.items():
+                start_s = time.perf_counter()
+                await client.get(path)
+                times_s.append(time.perf_counter() - start_s)
+    asked_s, unasked_s = (statistics.median(times_s) for times_s in spent_s.values())
+    return max(0.0, (asked_s - unasked_s) / 2)
 
 
 async def _mixed_load(url: str, waves: list[Wave], *, seconds: float, seed: int) -> None:
