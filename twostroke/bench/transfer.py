@@ -300,7 +300,10 @@ def _verified(link: Link, case: Case, pieces: Int64s, once: Callable[[], float])
 
 
 def _fits(samples: Sequence[Sample]) -> list[Fit]:
-    """One for each direction and number of threads, if there is enough to go by."""
+    """One for each direction and number of threads, if there is enough to go by.
+
+    Of the fastest runs, as a `LinkCost` is that of an idle link.
+    """
     found = []
     for direction, threads in dict.fromkeys((s.case.direction, s.case.threads) for s in samples):
         chosen = [
@@ -312,7 +315,7 @@ def _fits(samples: Sequence[Sample]) -> list[Fit]:
             cost, error = fit_link_cost(
                 [sample.num_messages for sample in chosen],
                 [sample.num_bytes for sample in chosen],
-                [statistics.median(sample.seconds) for sample in chosen],
+                [min(sample.seconds) for sample in chosen],
             )
         except ValueError:  # time does not grow with bytes: too little was moved
             continue

@@ -1,14 +1,12 @@
 """What `bench transfer` prints and draws: the answer, the table behind it, a plot in SVG."""
 
 import math
-import textwrap
 from collections.abc import Callable, Sequence
 from html import escape
 
 from twostroke.bench.report import table
 from twostroke.bench.transfer import PEAK_SHARE, Fit, Result, Sample
 
-_COLUMNS = 100
 _TYPICAL_BYTES = 384 << 10  # 16 tokens of a 30B mixture of experts on one of eight ranks
 _HEADERS = (
     "block",
@@ -25,7 +23,7 @@ _HEADERS = (
 
 def text_of(result: Result) -> str:
     """The answer in a sentence or two, then how it was fitted, then the table."""
-    lines = [textwrap.fill(answer(result), _COLUMNS), ""]
+    lines = [answer(result), ""]
     lines += [_formula(fit) for fit in result.fits]
     if result.fits:
         lines.append("")
@@ -35,7 +33,7 @@ def text_of(result: Result) -> str:
     lines.append(
         f"peak: {result.reference.name} at {rate / 1e9:.2f} GB/s"
         + (f" with {_count(threads, 'thread')}" if result.reference.name == "memcpy" else "")
-        + "; GB/s is the median of the runs, best the fastest"
+        + "; GB/s is the median, best the fastest, as is T"
     )
     return "\n".join(lines)
 
@@ -59,10 +57,10 @@ def answer(result: Result) -> str:
         None,
     )
     if fit is None:
-        return text + "; too little was moved to say how that depends on the size"
+        return text + ";\ntoo little was moved to say how that depends on the size"
     size = fit.peak_block_bytes
     needed = f"blocks of {_size(size)}" if size >= 64 else "no particular size of block"
-    return f"{text}; {100 * PEAK_SHARE:.0f} % of its own peak needs {needed}"
+    return f"{text};\n{100 * PEAK_SHARE:.0f} % of its own peak needs {needed}"
 
 
 def _formula(fit: Fit) -> str:

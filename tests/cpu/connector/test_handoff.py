@@ -103,7 +103,9 @@ def test_ranks_in_processes(tiny_dir: Path, alone):
     not any(importlib.util.find_spec(name) for name in PACKAGES),
     reason=f"NIXL is not installed: {INSTALL}",
 )
-def test_over_nixl(tiny_dir: Path, alone):
+@pytest.mark.parametrize("wire", ["tcp,shm,self", "tcp,self"])
+def test_over_nixl(wire: str, tiny_dir: Path, alone, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("UCX_TLS", wire)
     prefill, decode = (Engine(settings(kv_transport="nixl"), tiny_dir) for _ in range(2))
     assert decode.core.state.handoff.endpoint.transport == "nixl"
     for handle, stream in enumerate((False, True)):
