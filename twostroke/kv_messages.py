@@ -22,6 +22,7 @@ from twostroke.arrays import Int32s
 
 LAYOUT_VERSION = 1
 TRANSFER_ID_BYTES = 16
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 class KvLayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +42,12 @@ class KvLayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     tensor_parallel_size: int = 1
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV that one token takes in the whole engine."""
+        heads = self.num_layers * 2 * self.num_kv_heads * self.head_dim
+        return heads * _ITEM_BYTES.get(self.dtype, 2)
 
 
 class KvEndpoint(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ Values are kept in plain numbers and NumPy columns and turned into Prometheus fa
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from prometheus_client.utils import floatToGoString
 from twostroke.kv_messages import KvReceived
 from twostroke.ledger import OF_TWO_ENGINES, Interval, RequestLedger
 from twostroke.messages import EngineReady, EngineStats
+from twostroke.metrics_handoff import HandoffNumbers, collect_handoff, status_parts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -80,6 +81,9 @@ _REQUEST_S: tuple[float, ...] = (
 _REQUEST_S += (120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0)
 _STEP_TOKENS = tuple(float(b) for b in (1, *(1 << i for i in range(3, 15))))
 _N = (1.0, 2.0, 5.0, 10.0, 20.0)
+_MOVED_BYTES = tuple(float(1 << i) for i in range(16, 36, 2))
+_MOVE_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_MOVE_RATES = tuple(m * 10.0**e for e in (8, 9, 10, 11) for m in (1, 2.5, 5))
 _PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -167,6 +171,9 @@ class EngineMetrics:
             "request_inference_time_seconds": latency("first step to last token"),
             "request_prefill_time_seconds": latency("first step to first token"),
             "request_decode_time_seconds": latency("decoding, without what preemption cost"),
+            "request_frontend_time_seconds": latency("before it was sent"),
+            "request_preempted_time_seconds": latency("preempted, and computing again"),
+            "request_egress_time_seconds": latency("finished, its last output not taken"),
             "iteration_tokens_total": Histogram("Tokens per engine step.", _STEP_TOKENS),
             "request_prompt_tokens": Histogram("Prompt tokens of a request.", tokens),
             "request_generation_tokens": Histogram("Tokens that a request generated.", tokens),
@@ -179,6 +186,16 @@ class EngineMetrics:
                 "Prompt tokens computed, not cached.", tokens
             ),
             "request_num_preemptions": Histogram("Preemptions of a request.", _PREEMPTIONS),
+        }
+
+        # Only told of engines that have a part in hand-offs.
+        self._moves = {
+            "request_held_time_seconds": latency("waiting for room, or for D to read its prompt"),
+            "request_transfer_time_seconds": latency("its KV on the way"),
+            "request_decode_queue_time_seconds": latency("waiting for its turn on D"),
+            "kv_transfer_size_bytes": Histogram("Bytes of a load.", _MOVED_BYTES),
+            "kv_transfer_time_seconds": Histogram("Seconds of a load.", _MOVE_S),
+            "kv_transfer_rate_bytes_per_second": Histogram("Bytes a second.", _MOVE_RATES),
         }
 
     # ------------------------------------------------------------ recording
@@ -221,6 +238,10 @@ class EngineMetrics:
             seen["request_inference_time_seconds"].observe(prefill_s + decode_s + lost_s)
             seen["request_prefill_time_seconds"].observe(prefill_s)
             seen["request_decode_time_seconds"].observe(decode_s)
+            for interval in (Interval.FRONTEND, Interval.PREEMPTED, Interval.EGRESS):
+                name = f"request_{interval.name.lower()}_time_seconds"
+                seen[name].observe(ledger.seconds(interval))
+            self._observe_two(ledger)
             seen["request_prompt_tokens"].observe(sample.prompt_tokens)
             seen["request_generation_tokens"].observe(sample.output_tokens)
             seen["request_params_max_tokens"].observe(sample.max_tokens)
@@ -235,7 +256,19 @@ class EngineMetrics:
         self._rejected += 1
 
     def observe_transfer(self, received: KvReceived) -> None:
-        """KV came to this engine from another, or did not."""
+        """KV came to this engine from another."""
+        seconds = received.ended_s - received.started_s
+        if received.num_bytes and seconds > 0:
+            self._moves["kv_transfer_size_bytes"].observe(received.num_bytes)
+            self._moves["kv_transfer_time_seconds"].observe(seconds)
+            self._moves["kv_transfer_rate_bytes_per_second"].observe(received.num_bytes / seconds)
+
+    def _observe_two(self, ledger: RequestLedger) -> None:
+        """The intervals of a request that two engines served, or that waited for their room."""
+        if any(ledger.spent_ns[interval] for interval in OF_TWO_ENGINES):
+            for interval in OF_TWO_ENGINES:
+                name = f"request_{interval.name.lower()}_time_seconds"
+                self._moves[name].observe(ledger.seconds(interval))
 
     # ------------------------------------------------------------ exposition
 
@@ -274,7 +307,9 @@ class EngineMetrics:
             "interval",
             spent_s,
         )
-        for name, histogram in self._histograms.items():
+        hands_over = self._ready is not None and self._ready.kv is not None
+        shown = self._histograms | (self._moves if hands_over else {})
+        for name, histogram in shown.items():
             family = HistogramMetricFamily(
                 self._name(name), histogram.help_text, labels=list(self._labels)
             )
@@ -346,6 +381,8 @@ class Metrics(Collector):
         max_model_len: int = 131072,
     ) -> None:
         self.engines: list[EngineMetrics] = []
+        self.handoff: Callable[[], HandoffNumbers] | None = None  # where engines have roles
+        self._prefix, self._model_name = prefix, model_name
         self._new_engine = partial(
             EngineMetrics, model_name=model_name, prefix=prefix, max_model_len=max_model_len
         )
@@ -372,6 +409,8 @@ class Metrics(Collector):
                 else:
                     families[family.name] = family
         yield from families.values()
+        if self.handoff is not None:
+            yield from collect_handoff(self.handoff(), self._prefix, self._model_name)
 
 
 def total_stats(engines: Sequence[EngineStats]) -> EngineStats:
@@ -410,6 +449,9 @@ def request_line(request_id: str, samples: Sequence[SampleRecord]) -> str:
     if per_token_s := time_per_output_token_s(slowest):
         parts.append(f"{1 / per_token_s:.1f} tok/s")
     shown = [i for i in Interval if i not in OF_TWO_ENGINES or ledger.spent_ns[i]]
+    if slowest.transfer_bytes and slowest.transfer_s > 0:
+        rate = slowest.transfer_bytes / slowest.transfer_s / 1e9
+        parts.append(f"KV {slowest.transfer_bytes / 1e6:.1f} MB at {rate:.2f} GB/s")
     spent = [f"{i.name.lower()} {ledger.spent_ns[i] / 1e6:.0f}" for i in shown]
     return f"{', '.join(parts)}, {ledger.total_ns / 1e6:.0f} ms ({', '.join(spent)})"
 
@@ -420,11 +462,18 @@ class StatusLine:
     def __init__(self, now_s: float) -> None:
         self._last = EngineStats()
         self._last_s = now_s
+        self._last_handoff = HandoffNumbers()
 
-    def line(self, stats: EngineStats, now_s: float) -> str | None:
-        """The line for the time since the last call; None when nothing ran or waited."""
+    def line(
+        self, stats: EngineStats, now_s: float, handoff: HandoffNumbers | None = None
+    ) -> str | None:
+        """The line for the time since the last call; None when nothing ran or waited.
+
+        `handoff` is there where engines have roles.
+        """
         last, elapsed_s = self._last, now_s - self._last_s
         self._last, self._last_s = stats, now_s
+        before, self._last_handoff = self._last_handoff, handoff or self._last_handoff
         prompt_tokens = stats.prompt_tokens - last.prompt_tokens
         output_tokens = stats.generation_tokens - last.generation_tokens
         busy = prompt_tokens or output_tokens or stats.num_running or stats.num_waiting
@@ -446,4 +495,6 @@ class StatusLine:
             parts.append(f"drafts accepted {accepted / drafts:.1%}")
         if preemptions := stats.num_preemptions - last.num_preemptions:
             parts.append(f"preemptions {preemptions}")
+        if handoff is not None:
+            parts += status_parts(before, handoff, elapsed_s)
         return ", ".join(parts)

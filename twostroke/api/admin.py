@@ -10,7 +10,12 @@ from starlette.responses import Response
 from twostroke.api.chat import encode_chat
 from twostroke.api.errors import GenerationError, error_response, json_response
 from twostroke.api.parse import members, parse
-from twostroke.api.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from twostroke.api.protocol import (
+    DetokenizeRequest,
+    RoleRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
 from twostroke.api.state import ServerState, check_finish
 from twostroke.api.streaming import read_body
 from twostroke.errors import EngineDeadError, EngineLoadingError, RequestError
@@ -54,13 +59,21 @@ async def get_model(state: ServerState, request: Request) -> Response:
 
 
 async def health(state: ServerState, request: Request) -> Response:
-    """200 while the process can serve or will; `?deep=1` makes one token to prove it."""
+    """200 while the process can serve or will; `?deep=1` makes one token to prove it.
+
+    Where engines have roles it may have to do without some: then it is degraded, and says which.
+    Nothing is asked of any engine, so none of them can make the answer late.
+    """
     if request.query_params.get("deep", "0") not in ("", "0", "false"):
         await _make_one_token(state)
         return json_response({"status": "ok", "deep": True})
     if state.engine.dead is not None:
         return error_response(state.engine.dead)
-    return json_response({"status": "loading" if state.engine.ready is None else "ok"})
+    if state.engine.ready is None:
+        return json_response({"status": "loading"})
+    if gone := state.engine.gone:
+        return json_response({"status": "degraded", "gone": {str(i): gone[i] for i in gone}})
+    return json_response({"status": "ok"})
 
 
 async def ready(state: ServerState, request: Request) -> Response:
@@ -146,12 +159,30 @@ def _status(state: ServerState) -> str:
         return "loading"
     except EngineDeadError:
         return "dead"
-    return "ok"
+    return "degraded" if state.engine.gone else "ok"
 
 
 async def slots(state: ServerState, request: Request) -> Response:
     """What each live request does."""
     return json_response(await state.ask_core("slots"))
+
+
+# ---------------------------------------------------------------- engines
+
+
+async def engines(state: ServerState, request: Request) -> Response:
+    """Every engine: its role, its state and what it last said of itself."""
+    return json_response({"engines": state.engine.engines})
+
+
+async def set_role(state: ServerState, request: Request) -> Response:
+    """Give an engine another role. It drains first: the answer says how far it is."""
+    ask = parse(await read_body(request, state.max_body_bytes), RoleRequest)
+    state.require_ready()
+    index = int(request.path_params["engine"])
+    state.engine.set_role(index, ask.role)
+    (engine,) = (it for it in state.engine.engines if it["engine"] == index)
+    return json_response(engine)
 
 
 # ---------------------------------------------------------------- tokenizer

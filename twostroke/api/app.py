@@ -34,6 +34,8 @@ _ROUTES = (
     ("GET", "/version", admin.version),
     ("GET", "/props", admin.props),
     ("GET", "/slots", admin.slots),
+    ("GET", "/engines", admin.engines),
+    ("POST", "/engines/{engine:int}/role", admin.set_role),
 )
 
 

@@ -116,6 +116,12 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     add_special_tokens: bool = True
 
 
+class RoleRequest(msgspec.Struct):
+    """POST /engines/{engine}/role."""
+
+    role: Literal["prefill", "decode", "both"]
+
+
 class TokenizeChatRequest(msgspec.Struct, kw_only=True):
     """POST /tokenize with messages, rendered as /v1/chat/completions renders them."""
 

@@ -462,6 +462,7 @@ class AsyncEngine:
         status = StatusLine(self._clock.now())
         while True:
             await asyncio.sleep(self._status_interval_s)
-            line = status.line(self.stats, self._clock.now())
+            handoff = self._fleet.numbers() if self._fleet.has_roles else None
+            line = status.line(self.stats, self._clock.now(), handoff)
             if line is not None:
                 logger.info("%s", line)

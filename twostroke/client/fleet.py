@@ -15,6 +15,7 @@ from twostroke.clock import Clock
 from twostroke.errors import EngineDeadError
 from twostroke.messages import AddRequest, EngineOutputs, EngineReady, EngineStats, Finished
 from twostroke.metrics import Metrics, total_stats
+from twostroke.metrics_handoff import EngineRole, HandoffNumbers
 from twostroke.router.dispatch import Dispatcher, DispatchSettings, Role
 from twostroke.transport import EngineChannel
 
@@ -50,6 +51,8 @@ class EngineFleet:
         self._timer: asyncio.TimerHandle | None = None
         self._due_s: float | None = None
         self._is_sending = False
+        if self.has_roles:
+            metrics.handoff = self.numbers
         all_both: list[Role] = ["both"] * len(channels)
         for channel, role in zip(channels, all_both if roles is None else roles, strict=True):
             self.add(channel, role)
@@ -117,6 +120,29 @@ class EngineFleet:
                 return self.ready
             await self.changed.wait()
 
+    def numbers(self) -> HandoffNumbers:
+        """What the router counted, for metrics and the status line."""
+        dispatcher = self.dispatcher
+        counted = dispatcher.counters
+        return HandoffNumbers(
+            num_waiting=dispatcher.num_waiting,
+            num_tickets=dispatcher.num_holds,
+            decisions=counted.decisions,
+            retries=dict(counted.retries),
+            recomputes=dict(counted.recomputes),
+            failures=dict(counted.failures),
+            num_late=counted.num_late,
+            num_unknown_tickets=counted.num_unknown_tickets,
+            num_transfers=counted.num_transfers,
+            transfer_tokens=counted.transfer_tokens,
+            transfer_bytes=counted.transfer_bytes,
+            transfer_s=counted.transfer_s,
+            engines={
+                it.index: EngineRole(role=it.role, state=it.state, stats=it.stats, busy_s=it.busy_s)
+                for it in dispatcher.fleet
+            },
+        )
+
     def describe(self) -> list[dict[str, Any]]:
         """Every engine: its role, its state, and what it last said of itself."""
         return [
@@ -176,6 +202,8 @@ class EngineFleet:
     async def call(self, method: str, *args: Any) -> Any:
         """Ask every engine something off the hot path; see `AsyncEngine.call`."""
         links = self.living if self.has_roles else list(self.links.values())
+        if method == "ping" and self.has_roles:
+            return await self._ping()
         asked = [asyncio.create_task(link.call(method, list(args))) for link in links]
         try:
             answers = await asyncio.gather(*asked)
@@ -187,7 +215,26 @@ class EngineFleet:
                 if is_reset:
                     self.dispatcher.prefixes_reset(link.index)
         indices = [link.index for link in links]
-        return join_answers(method, dict(zip(indices, answers, strict=True)))
+        answer = join_answers(method, dict(zip(indices, answers, strict=True)))
+        if method == "slots" and self.has_roles:
+            return [slot | {"role": self.dispatcher.fleet[slot["engine"]].role} for slot in answer]
+        return answer
+
+    async def _ping(self) -> Any:
+        """The first answer of an engine that decodes: the server can do without the others."""
+        able = [link for link in self.living if self.dispatcher.fleet[link.index].decodes_now]
+        asked = {asyncio.create_task(link.call("ping", [])) for link in able}
+        try:
+            waiting = asked
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if task.exception() is None:
+                        return task.result()
+        finally:
+            for task in asked:
+                task.cancel()
+        raise EngineDeadError("no engine that decodes answers")
 
     def close(self) -> None:
         """Stop the timer."""

@@ -23,19 +23,10 @@ from twostroke.kv_messages import (
     TRANSFER_ID_BYTES,
     KvCommands,
     KvEndpoint,
-    KvLayoutRecord,
     KvReady,
     KvReport,
 )
 from twostroke.messages import AddRequest
-
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-
-
-def kv_bytes_per_token(layout: KvLayoutRecord) -> int:
-    """Bytes of KV that one token takes in the whole engine."""
-    heads = layout.num_layers * 2 * layout.num_kv_heads * layout.head_dim
-    return heads * _ITEM_BYTES.get(layout.dtype, 2)
 
 
 def random_transfer_id() -> bytes:
@@ -74,7 +65,7 @@ class HandoffScheduler:
             clock,
             self._outbox,
             step_cost=step_cost,
-            bytes_per_token=kv_bytes_per_token(endpoint.layout),
+            bytes_per_token=endpoint.layout.bytes_per_token,
             quarantine_s=quarantine_s,
         )
 

@@ -267,6 +267,10 @@ class Dispatcher:
         if outputs.stats is not None:
             it.stats = outputs.stats
             self.routing.engine_stats(engine, outputs.stats)
+        if outputs.step is not None:
+            it.busy_s += outputs.step.seconds
+            if self.settings.pd_policy == "cost":
+                self._placing.costs.observe(it, outputs.step)
         for link in outputs.kv_links:
             self.fleet.pair(it, link.engine_id).measured(link)
         begun = [] if outputs.events is None else self._on_events(it, outputs.events)

@@ -106,6 +106,7 @@ class Engine:
     ready: EngineReady | None = None
     stats: EngineStats = field(default_factory=EngineStats)
     connected: set[str] = field(default_factory=set)  # engine ids that it was told of
+    busy_s: float = 0.0  # spent in steps
     num_legs: int = 0  # open: being served there, or to be
     num_holds: int = 0  # prompts that it keeps for others
     committed_blocks: int = 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
+from twostroke.cost import StepCost
 from twostroke.kv_messages import KvTicket
 from twostroke.ledger import DECODE_LEG, PREFILL_LEG
 from twostroke.messages import AddRequest
@@ -32,6 +33,7 @@ class DispatchSettings:
     recompute_max_tokens: int | None = None
     affinity: bool = True
     expected_output_tokens: int = 256  # until there is a mean to go by
+    step_cost: StepCost | None = None  # of every engine, if known; else learned by pd_policy cost
 
 
 class LegKind(IntEnum):
@@ -54,6 +56,7 @@ class Leg:
     is_muted: bool = False  # given up: what still comes of it is not the client's
     is_loaded: bool = False  # its load is over, well or not
     reads_from: str = ""  # engine id, while its KV is on the way
+    num_bytes: int = 0  # of that
     load_error: str = ""
     load_reason: str = ""
     transfer_ids: set[bytes] = field(default_factory=set)  # of the tickets that came of it

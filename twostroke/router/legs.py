@@ -226,13 +226,16 @@ class Legs:
         """The leg's load has begun."""
         if not leg.reads_from:
             leg.reads_from = ticket.endpoint.engine_id
+            leg.num_bytes = leg.job.num_prompt_tokens * ticket.endpoint.layout.bytes_per_token
             self._readers[leg.reads_from] += 1
+            self._fleet.pair(leg.engine, leg.reads_from).bytes_under_way += leg.num_bytes
 
     def has_read(self, leg: Leg) -> None:
         """The leg's load is over."""
         if leg.reads_from:
             engine_id, leg.reads_from = leg.reads_from, ""
             self._readers[engine_id] -= 1
+            self._fleet.pair(leg.engine, engine_id).bytes_under_way -= leg.num_bytes
             self._disconnect(engine_id)
 
 

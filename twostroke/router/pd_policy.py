@@ -1,13 +1,15 @@
 """Where both strokes of a request run: through P and D, or on one engine.
 
 Room on D is a hard constraint: without any the request waits in the router, where it takes nobody's
-memory. Among engines with room the least loaded wins, less what it has cached (`policy`).
+memory. Among engines with room the least loaded wins, less what it has cached (`policy`), or with
+`--pd-policy cost` whatever is predicted to be cheapest (`costs`).
 """
 
 from typing import NamedTuple
 
 from twostroke.clock import Clock
 from twostroke.errors import EngineDeadError
+from twostroke.router.costs import RouterCosts
 from twostroke.router.engines import Engine, Fleet, Need
 from twostroke.router.jobs import DispatchSettings, Job
 from twostroke.router.policy import RoutingPolicy
@@ -31,6 +33,7 @@ class PdPolicy:
         self._settings = settings
         self._fleet = fleet
         self._routing = routing
+        self.costs = RouterCosts(fleet, routing, settings.step_cost)
         self.expected_output_tokens = float(settings.expected_output_tokens)
 
     def place(self, job: Job) -> Placement | None:
@@ -48,7 +51,12 @@ class PdPolicy:
             return None
         if reason := self._forced(job):
             return self._whole(job, roomy, reason)
-        return self._through_two(job, roomy) or self._alone(job, roomy)
+        pairs = self._pairs(job, roomy)
+        if not pairs:
+            return self._alone(job, roomy)
+        if self._settings.pd_policy == "cost":
+            return self._cheapest(job, roomy, pairs)
+        return self._least_loaded(job, pairs, "always")
 
     def reader(self, job: Job, source: Engine) -> Engine | None:
         """Another engine to read the KV that `source` holds of a job, with room if there is any."""
@@ -83,14 +91,36 @@ class PdPolicy:
             return "short"  # the last token is computed in any case
         return ""
 
-    def _through_two(self, job: Job, roomy: list[Engine]) -> Placement | None:
+    def _pairs(self, job: Job, roomy: list[Engine]) -> dict[Engine, list[Engine]]:
+        """Who could prefill, by who could decode."""
         sources = {reader: self._sources(job, reader) for reader in roomy}
-        readers = [reader for reader in roomy if sources[reader]]
-        if not readers:
-            return None
-        reader = self._best(job, readers)
-        source = self._best(job, sources[reader])
-        return Placement(source, reader, "always")
+        return {reader: usable for reader, usable in sources.items() if usable}
+
+    def _least_loaded(self, job: Job, pairs: dict[Engine, list[Engine]], reason: str) -> Placement:
+        reader = self._best(job, list(pairs))
+        return Placement(self._best(job, pairs[reader]), reader, reason)
+
+    def _cheapest(
+        self, job: Job, roomy: list[Engine], pairs: dict[Engine, list[Engine]]
+    ) -> Placement:
+        """Where the predicted latency is least, the delay of others included."""
+        alone = [(self.costs.alone_s(job, engine), engine) for engine in roomy]
+        apart = [
+            (self.costs.apart_s(job, source, reader), source, reader)
+            for reader, sources in pairs.items()
+            for source in sources
+        ]
+        known_alone = [(s, engine) for s, engine in alone if s is not None]
+        known_apart = [(s, source, reader) for s, source, reader in apart if s is not None]
+        if not known_alone or not known_apart:
+            return self._least_loaded(job, pairs, "unknown_cost")
+        alone_s, engine = min(known_alone, key=lambda it: it[0])
+        apart_s, source, reader = min(known_apart, key=lambda it: it[0])
+        if apart_s <= alone_s:
+            return Placement(source, reader, "cheaper")
+        cached = self._routing.cached_tokens(engine.index, job.keys)
+        reason = "cached" if 2 * cached >= job.num_prompt_tokens else "cheaper"
+        return Placement(None, engine, reason)
 
     def _sources(self, job: Job, reader: Engine) -> list[Engine]:
         """Engines that could prefill the job for this reader."""
