@@ -24,6 +24,7 @@ from twostroke.config import SchedulerConfig
 from twostroke.connector.base import KvConnectorScheduler
 from twostroke.core import fast_forward
 from twostroke.core.handoffs import Handoffs, KvMessage
+from twostroke.core.refusal import refusal
 from twostroke.core.request import Request, Status
 from twostroke.core.results import Outcome, Results, handles_of
 from twostroke.core.scheduler import Scheduler
@@ -103,7 +104,7 @@ class EngineCore:
             raise ValueError(f"handle {request.handle} is that of a live request")
         now = self._clock.now()
         self._events.append((request.handle, EventKind.QUEUED, now))
-        if not self.state.faithful and (problem := self._refusal(request)):
+        if not self.state.faithful and (problem := refusal(self.state, request)):
             self._ended(Finished(request.handle, FinishReason.ERROR, error=problem), now)
             if request.kv_receive is not None:
                 received = KvReceived(handle=request.handle, error=problem, reason="refused")
@@ -131,43 +132,6 @@ class EngineCore:
             return
         self._handoffs.apply(message)
         self._settle(self._clock.now())
-
-    def _refusal(self, request: AddRequest) -> str | None:
-        """Why a request can never run, or None."""
-        config, kv = self.config, self.state.kv
-        num_prompt = len(request.prompt_token_ids)
-        if num_prompt == 0:
-            return "prompt is empty; limit: at least 1 token; send some text"
-        if num_prompt >= config.max_model_len:
-            return (
-                f"prompt has {num_prompt:,} tokens but at most {config.max_model_len - 1:,} leave "
-                f"room for output; limit: max_model_len {config.max_model_len:,}; shorten the "
-                "prompt or restart with a larger --max-model-len"
-            )
-        budget = self.state.token_budget
-        if not config.enable_chunked_prefill and not (
-            num_prompt <= budget or 0 < config.long_prefill_token_threshold <= budget
-        ):
-            return (
-                f"prompt has {num_prompt:,} tokens and must run in one step, without chunked "
-                f"prefill; limit: {budget:,} tokens a step; shorten the prompt or restart with a "
-                "larger --max-num-batched-tokens"
-            )
-        needed, usable = kv.blocks_at_once(num_prompt), kv.pool.num_usable
-        if needed > usable:
-            return (
-                f"prompt of {num_prompt:,} tokens needs {needed:,} KV blocks; limit: the pool has "
-                f"{usable:,} ({usable * config.block_size:,} tokens); shorten the prompt or "
-                "restart with a larger KV pool"
-            )
-        if request.kv_send is None and request.kv_receive is None:
-            return None
-        if self.state.handoff is None:
-            return (
-                "this engine takes no part in hand-offs; limit: engines of a prefill/decode "
-                "deployment"
-            )
-        return self.state.handoff.refusal(request)
 
     def abort(self, handles: Sequence[int]) -> None:
         """End these requests, whatever they do; unknown and finished ones are ignored."""

@@ -94,6 +94,58 @@ class _Load:
     is_over: bool = False
 
 
+@dataclass(eq=False)
+class _Read:
+    """One piece on its way."""
+
+    link: "LinkWithFaults"
+    load: _Load
+    piece: KvLoad
+    half_s: float
+
+    @property
+    def _source(self) -> FakePool | None:
+        return self.link.network.pool_of(self.piece.ticket.endpoint.engine_id)
+
+    def first_half(self) -> None:
+        first, last = self.piece.first_token, self.piece.ticket.num_tokens
+        if not self.link.is_gone(self.load):
+            self._copy(first, (first + last) // 2, self.half_s, self.second_half)
+
+    def second_half(self) -> None:
+        first, last = self.piece.first_token, self.piece.ticket.num_tokens
+        if self.link.is_gone(self.load):
+            return
+        if self.load.fault is Fault.ERROR:
+            self._over("connection lost")
+        else:
+            self._copy((first + last) // 2, last, self.link.network.read_s, self.look_at_word)
+
+    def look_at_word(self) -> None:
+        if self.link.is_gone(self.load):
+            return
+        if self._source is None:
+            self._over("connection lost")
+        else:
+            self._over("" if self._source.honours(self.piece.ticket) else "the lease ended")
+
+    def _copy(self, start: int, stop: int, then_s: float, then: Callable[[], None]) -> None:
+        blocks, source = self.piece.ticket.block_ids.tolist(), self._source
+        if source is None:
+            self._over("nobody answers by that engine id")
+        elif not all(0 < block < len(source.kv) for block in blocks):
+            self._over("the ticket names blocks that do not exist")
+        else:
+            kv = source.read(blocks, start, stop)
+            self.link.pool.write(self.piece.block_ids.tolist(), start, kv)
+            self.load.end.num_bytes += kv.nbytes
+            self.load.end.num_messages += 1
+            self.link.network.after(then_s, then)
+
+    def _over(self, error: str) -> None:
+        self.link.piece_over(self.load, self.piece, error)
+
+
 class LinkWithFaults:
     """`KvConnectorWorker` of one engine over a `FakeNetwork`."""
 
@@ -158,61 +210,19 @@ class LinkWithFaults:
             self._read_next(load)
 
     def _read_next(self, load: _Load) -> None:
-        piece = load.pieces.popleft()
         load.is_reading = True
         load.end.started_s = load.end.started_s or self.network.clock.now()
-        first, last = piece.first_token, piece.ticket.num_tokens
-        middle = (first + last) // 2
         half_s = self.network.slow_s if load.fault is Fault.SLOW else self.network.read_s
+        read = _Read(self, load, load.pieces.popleft(), half_s)
+        if load.fault is not Fault.STALL:
+            self.network.after(half_s, read.first_half)
 
-        def copy(start: int, stop: int) -> str:
-            source = self.network.pool_of(piece.ticket.endpoint.engine_id)
-            if source is None:
-                return "nobody answers by that engine id"
-            blocks = piece.ticket.block_ids.tolist()
-            if not all(0 < block < len(source.kv) for block in blocks):
-                return "the ticket names blocks that do not exist"
-            kv = source.read(blocks, start, stop)
-            self.pool.write(piece.block_ids.tolist(), start, kv)
-            load.end.num_bytes += kv.nbytes
-            load.end.num_messages += 1
-            return ""
-
-        def first_half() -> None:
-            if self._is_gone(load):
-                return
-            if load.fault is Fault.STALL:
-                return
-            if error := copy(first, middle):
-                self._piece_over(load, piece, error)
-            else:
-                self.network.after(half_s, second_half)
-
-        def second_half() -> None:
-            if self._is_gone(load):
-                return
-            error = "connection lost" if load.fault is Fault.ERROR else copy(middle, last)
-            if error:
-                self._piece_over(load, piece, error)
-            else:
-                self.network.after(self.network.read_s, look_at_word)
-
-        def look_at_word() -> None:
-            if self._is_gone(load):
-                return
-            source = self.network.pool_of(piece.ticket.endpoint.engine_id)
-            if source is None:
-                error = "connection lost"
-            else:
-                error = "" if source.honours(piece.ticket) else "the lease ended"
-            self._piece_over(load, piece, error)
-
-        self.network.after(half_s, first_half)
-
-    def _is_gone(self, load: _Load) -> bool:
+    def is_gone(self, load: _Load) -> bool:
+        """Whether nobody waits for a read of it any more: it was ended, or this engine is dead."""
         return load.is_over or not self._is_open
 
-    def _piece_over(self, load: _Load, piece: KvLoad, error: str) -> None:
+    def piece_over(self, load: _Load, piece: KvLoad, error: str) -> None:
+        """A read has ended."""
         load.is_reading = False
         if load.given_up or error or piece.is_last:
             self._end(load, load.given_up or error)

@@ -19,7 +19,7 @@ from twostroke.messages import (
     StepPlan,
 )
 from twostroke.testing.fake_kv import FakePool, KvExecutor, continuation
-from twostroke.testing.link_with_faults import FakeNetwork, LinkWithFaults
+from twostroke.testing.link_with_faults import FakeNetwork, Fault, LinkWithFaults
 
 STEP_S = 0.01
 
@@ -216,3 +216,17 @@ def make_pair(p: dict | None = None, d: dict | None = None, **network: Any) -> t
     """P and D with their settings."""
     net = FakeNetwork(VirtualClock(), **network)
     return Party(net, "p", **(p or {})), Party(net, "d", **(d or {}))
+
+
+def faulty(
+    *faults: Fault, p: dict | None = None, d: dict | None = None, **network: Any
+) -> tuple[Party, Party]:
+    """P and D; the loads, in order, go wrong as told, and those after them do not."""
+    queue = list(faults)
+    return make_pair(p, d, fault=lambda: queue.pop(0) if queue else Fault.NONE, **network)
+
+
+def fill(engine: Party) -> None:
+    """Leave too few free blocks for another prompt."""
+    engine.add(90, prompt_of(90, 56), 6)
+    engine.turn()
