@@ -172,7 +172,7 @@ def _make_engine(
         vocab_size=shape.vocab_size,
         max_num_queued_reqs=config.max_num_queued_reqs,
         roles=config.local_roles if config.hands_off else None,
-        dispatch=_dispatch_settings(config) if config.hands_off else None,
+        dispatch=dispatch_settings(config) if config.hands_off else None,
         metrics=Metrics(
             model_name=name,
             prefix=config.metrics_prefix,
@@ -184,7 +184,8 @@ def _make_engine(
     )
 
 
-def _dispatch_settings(config: EngineConfig) -> DispatchSettings:
+def dispatch_settings(config: EngineConfig) -> DispatchSettings:
+    """The settings of the one who spreads requests over engines."""
     return DispatchSettings(
         pd_policy=config.pd_policy,
         kv_mode=config.kv_mode,
