@@ -204,7 +204,7 @@ class Runner:
         self.outcome.faults[f"{fault.kind} {fault.role}"] += 1
         match fault.kind:
             case "kill":
-                self.engines.signal(engine, signal.SIGKILL)
+                await self.engines.kill(engine)
             case "stall":
                 self.engines.signal(engine, signal.SIGSTOP)
                 await asyncio.sleep(fault.stall_s)
@@ -220,9 +220,6 @@ class Runner:
     async def _mend(self) -> None:
         """Replace the dead, and give everybody the role that they began with."""
         fleet = self.engines.engine.dispatcher.fleet
-        for it in list(fleet):
-            while it.state != "gone" and self.engines.processes[it.index].died.is_set():
-                await self.engines.engine.wait_change()
         living = [it for it in fleet if it.state != "gone"]
         missing = list(self.engines.roles)
         strays = []

@@ -117,6 +117,13 @@ class PdEngines:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.processes[engine].process.pid, number)
 
+    async def kill(self, engine: int) -> None:
+        """Kill an engine's process, and wait until the server knows."""
+        self.signal(engine, signal.SIGKILL)
+        it = self.engine.dispatcher.fleet[engine]
+        while it.state != "gone":
+            await asyncio.sleep(0.01)
+
     async def ask(self, prompt: Sequence[int], max_tokens: int = 8, name: str = "r") -> Answer:
         """Run one greedy request to its end, whatever that is."""
         answer = Answer()
