@@ -64,6 +64,7 @@ class EngineFleet:
         link = self.links[index] = EngineLink(index, channel)
         self._metrics.add_engine(index)
         self.dispatcher.add_engine(index, role)
+        self._look_around()
         return link
 
     # ------------------------------------------------------------ what they are
