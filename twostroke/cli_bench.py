@@ -74,7 +74,8 @@ def bench_transfer(options: TransferOptions) -> None:
 
     if options.serve:
         for address in transfer_link.serve(options):
-            print(f"on the other host: twostroke bench transfer --transport nixl --peer {address}")
+            command = f"twostroke bench transfer --transport nixl --peer {address} --key FILE"
+            print(f"on the other host: {command} --pool {options.pool}", flush=True)
             _wait_for_interrupt()
         return
     plan = transfer.Plan.of(options)
