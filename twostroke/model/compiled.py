@@ -58,6 +58,14 @@ def inner(function: _Function) -> _Function:
     return compiled
 
 
+def kernel(*, cache: bool) -> Callable[[_Function], _Function]:
+    """Called from Python; kept in the cache."""
+    compiled: Callable[[_Function], _Function] = numba.njit(
+        nogil=True, cache=cache, error_model="numpy"
+    )
+    return compiled
+
+
 _KEPT: list[Any] = []  # compiled functions whose address is in use
 
 

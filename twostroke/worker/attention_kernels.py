@@ -1,8 +1,8 @@
-"""The CPU attention's compiled kernels: what to run (`plan_step`) and the run of one layer.
+"""The CPU attention's compiled kernels: the run of one layer.
 
-A step is cut into *items*: one KV head, a tile of queries of one row with all query heads of that
-KV head (queries x group score rows: 3 in a decode of SmolLM2, 96 in a prefill), and a range of
-keys. An item walks its keys in tiles of 64, each two small matrix products:
+A step is cut into *items* (by `attention_plan`): one KV head, a tile of queries of one row with all
+query heads of that KV head (queries x group score rows: 3 in a decode of SmolLM2, 96 in a prefill),
+and a range of keys. An item walks its keys in tiles of 64, each two small matrix products:
 
     few rows (decode)                 many rows (prefill)
     scores = Q . K, straight          K transposed into scratch once a tile,
@@ -16,8 +16,9 @@ Zen 4, a core, decode at a context of 320: 6 GB/s without, 8 into L1, 15 into L2
 prefetches come in bursts.)
 
 A long context is cut into several items, whose results are merged afterwards in a fixed order.
-Where to cut depends on the row alone: neither neighbours nor threads change a single bit of a
-row's result. Threads take items by ticket, as they get done.
+Decodes that share the blocks of such a part attend it together, so it is read once for all. Where
+to cut and in which order to add depends on the row alone: neither neighbours nor threads change a
+single bit of a row's result. Threads take items by ticket, as they get done.
 """
 
 import ctypes
@@ -41,8 +42,9 @@ from twostroke.model.compiled import (
     take_ticket,
     use_kernel_cache,
 )
-from twostroke.worker import attention_emit, attention_simd
+from twostroke.worker import attention_emit, attention_plan, attention_simd
 from twostroke.worker.attention_emit import MAX_ROWS
+from twostroke.worker.attention_plan import ITEM_COLUMNS, MERGE_COLUMNS
 from twostroke.worker.attention_simd import (
     KEY_TILE,
     LOWEST,
@@ -57,13 +59,9 @@ from twostroke.worker.attention_simd import (
     transpose_keys,
 )
 
-MAX_ITEM_ROWS = 96  # score rows of an item, which share one pass over its keys
 SMALL_ITEM_ROWS = 8  # up to here transposing the keys costs more than it saves
-SPLIT_KEYS = 512  # keys of an item of a row that fits into one query tile
 WRITE_TOKENS = 16  # tokens that a thread writes at a time
 
-ITEM_COLUMNS = 7  # row, head, first query, queries, first key, end key, first partial row or -1
-MERGE_COLUMNS = 6  # row, head, first query, queries, first partial row, parts
 TICKETS = 4  # counters, each in a cache line of its own: threads, writes, items, merges
 TABLE_FLOATS = 2 * 2 * KEY_TILE  # two lists of 64-bit addresses: this tile's keys, and the next's
 
@@ -80,10 +78,10 @@ class Arguments(ctypes.Structure):
             # fixed: address of the float32 scale * log2(e); the OpenMP barrier (0: one thread);
             # scratch, one piece a thread
             *("scale", "barrier", "scratch", "scratch_bytes"),
-            # of a step: int32 arrays, see plan_step and locate_tokens; float32 partials
+            # of a step: int32 arrays, see attention_plan; float32 partials
             *("query_start", "num_computed", "block_tables", "table_blocks"),
             *("num_tokens", "token_blocks", "token_slots"),
-            *("num_items", "items", "num_merges", "merges", "partials"),
+            *("num_items", "items", "num_merges", "merges", "members", "bases", "partials"),
             # of a call; tickets must be zero
             *("layer", "tickets", "q", "q_token_bytes", "q_head_bytes"),
             *("k", "k_token_bytes", "k_head_bytes", "v", "v_token_bytes", "v_head_bytes"),
@@ -102,14 +100,9 @@ def scratch_floats(width: int, num_rows: int) -> int:
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _CACHE = use_kernel_cache(
-    __file__, attention_emit.__file__, attention_simd.__file__, compiled_file.__file__
+    *(__file__, attention_plan.__file__, attention_emit.__file__, attention_simd.__file__),
+    compiled_file.__file__,
 )
-
-
-def _kernel(function: _Function) -> _Function:
-    """Called from Python; kept in the cache."""
-    compiled: _Function = numba.njit(nogil=True, cache=_CACHE, error_model="numpy")(function)
-    return compiled
 
 
 def _called_once(function: _Function) -> _Function:
@@ -117,67 +110,6 @@ def _called_once(function: _Function) -> _Function:
     that call it, unless it is inlined first (5.4 s instead of 7.8 s for all)."""
     compiled: _Function = numba.njit(inline="always")(function)
     return compiled
-
-
-# ---------------------------------------------------------------- planning a step
-
-
-@_kernel
-def plan_step(
-    query_start: Int32s,
-    num_computed: Int32s,
-    num_kv_heads: int,
-    group: int,
-    items: Int32s,
-    merges: Int32s,
-) -> tuple[int, int, int]:
-    """Cut a step into `items` and `merges`; returns their numbers and that of partial score rows.
-
-    Called first with empty arrays to learn the numbers, then with room for them.
-    """
-    num_items = num_merges = num_partials = 0
-    for row in range(len(num_computed)):
-        num_queries = query_start[row + 1] - query_start[row]
-        tile = max(1, min(num_queries, MAX_ITEM_ROWS // group))
-        split = SPLIT_KEYS * -(-num_queries // tile)  # many tiles are parallel enough
-        for head in range(num_kv_heads):
-            for query in range(0, num_queries, tile):
-                queries = min(tile, num_queries - query)
-                end = num_computed[row] + query + queries
-                parts = -(-end // split)
-                if parts > 1:
-                    if num_merges < len(merges):
-                        merge = merges[num_merges]
-                        merge[0], merge[1], merge[2] = row, head, query
-                        merge[3], merge[4], merge[5] = queries, num_partials, parts
-                    num_merges += 1
-                for first in range(0, end, split):
-                    partial = num_partials if parts > 1 else -1
-                    if num_items < len(items):
-                        item = items[num_items]
-                        item[0], item[1], item[2], item[3] = row, head, query, queries
-                        item[4], item[5], item[6] = first, min(end, first + split), partial
-                    num_items += 1
-                    if parts > 1:
-                        num_partials += queries * group
-    return num_items, num_merges, num_partials
-
-
-@_kernel
-def locate_tokens(
-    query_start: Int32s,
-    num_computed: Int32s,
-    block_tables: Int32s,
-    block_size: int,
-    blocks: Int32s,
-    slots: Int32s,
-) -> None:
-    """Block and slot that each token of the step is written to."""
-    for row in range(len(num_computed)):
-        for token in range(query_start[row], query_start[row + 1]):
-            position = num_computed[row] + token - query_start[row]
-            blocks[token] = block_tables[row, position // block_size]
-            slots[token] = position % block_size
 
 
 # ---------------------------------------------------------------- one layer
@@ -243,6 +175,7 @@ def _run_tile(
     num_rows: int,
     visible: int,
     num_keys: int,
+    small: bool,
     table: int,
     ahead: int,
     queries: int,
@@ -259,7 +192,6 @@ def _run_tile(
     # Equal parts of at most MAX_ROWS rows: 8 rows are 4 + 4, not 6 + 2.
     step = -(-num_rows // -(-num_rows // MAX_ROWS))
     whole = -(-num_keys // 16) * 16
-    small = num_rows <= SMALL_ITEM_ROWS
     if not small:
         transpose_keys(like, table, whole, num_units, keys)
     for row in range(0, num_rows, step):
@@ -288,20 +220,37 @@ def _run_tile(
         )
 
 
+@inner
+def _member(a: Any, item: Int32s, number: int) -> int:
+    """The row of an item's `number`-th query; only in shared items they differ."""
+    if item[7] < 0:
+        return int(item[0])
+    return int(_int32s(a.members, 1, item[7] + number + 1)[0, item[7] + number])
+
+
+@inner
+def _token(a: Any, item: Int32s, number: int) -> int:
+    """The token of an item's `number`-th query."""
+    start = _int32s(a.query_start + _member(a, item, number) * 4, 1, 1)[0, 0]
+    return int(start + item[2] + number) if item[7] < 0 else int(start)
+
+
 @_called_once
 def _run_item(like: Any, a: Any, item: Int32s, after: Int32s, scratch: int) -> None:
     """Attend one item; its result goes to the output, or to the partials when it is a part."""
-    row, head, query, num_queries = item[0], item[1], item[2], item[3]
-    first_key, end_key, partial = item[4], item[5], item[6]
+    row, head, num_queries = item[0], item[1], item[3]
+    first_key, end_key, partial, shared = item[4], item[5], item[6], item[7] >= 0
     group, width = a.group, a.width
     num_rows = num_queries * group
-    first_token = query + _int32s(a.query_start + row * 4, 1, 1)[0, 0]
-    position = query + _int32s(a.num_computed + row * 4, 1, 1)[0, 0]
+    # All see all keys of a shared item.
+    position = end_key - 1
+    if not shared:
+        position = item[2] + _int32s(a.num_computed + row * 4, 1, 1)[0, 0]
     queries = scratch + TABLE_FLOATS * 4
     outputs = queries + num_rows * width * 4
     states = outputs + num_rows * (width + KEY_TILE) * 4
     for i in range(num_rows):
-        token, query_head = first_token + i // group, head * group + i % group
+        token, query_head = _token(a, item, i // group), head * group + i % group
         source = a.q + token * a.q_token_bytes + query_head * a.q_head_bytes
         load_query(like, source, a.scale, a.num_units, a.padded, queries + i * width * 4)
     zeros = floats(outputs, num_rows * width)
@@ -319,16 +268,23 @@ def _run_item(like: Any, a: Any, item: Int32s, after: Int32s, scratch: int) -> N
         else:
             _list_keys(a, after[1], after[0], after[4], after[5], ahead)
         num_keys, visible = min(KEY_TILE, end_key - tile), position + 1 - tile
-        _run_tile(like, a, num_rows, visible, num_keys, table, ahead, queries)
+        # A decode's sums are taken in the same order whether it shares its keys or not.
+        small = shared or num_rows <= SMALL_ITEM_ROWS
+        _run_tile(like, a, num_rows, visible, num_keys, small, table, ahead, queries)
         table, ahead = ahead, table
 
     for i in range(num_rows):
         output = outputs + i * width * 4
         if partial < 0:
-            token, query_head = first_token + i // group, head * group + i % group
+            token, query_head = _token(a, item, i // group), head * group + i % group
             _store(like, a, token, query_head, output, states + i * STATE * 4)
         else:
-            target, source = _partial(a, partial + i), floats(output, width)
+            where = partial + i
+            if shared:
+                member = _member(a, item, i // group) * a.num_kv_heads + head
+                base = _int32s(a.bases, 1, member + 1)[0, member]
+                where = base + item[2] * group + i % group
+            target, source = _partial(a, where), floats(output, width)
             for j in range(width):
                 target[j] = source[j]
             source = floats(states + i * STATE * 4, STATE)

@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +15,17 @@ from twostroke.model.openmp import load_openmp
 from twostroke.worker.attention import PagedAttention
 from twostroke.worker.attention_emit import LANES
 from twostroke.worker.attention_kernels import (
-    ITEM_COLUMNS,
-    MAX_ITEM_ROWS,
-    MERGE_COLUMNS,
     TICKETS,
     Arguments,
     compile_attend,
+    scratch_floats,
+)
+from twostroke.worker.attention_plan import (
+    ITEM_COLUMNS,
+    MAX_ITEM_ROWS,
+    MERGE_COLUMNS,
     locate_tokens,
     plan_step,
-    scratch_floats,
 )
 from twostroke.worker.attention_simd import STATE
 
@@ -108,20 +111,24 @@ class NumbaAttention(PagedAttention):
             out_head_bytes=self.head_dim * itemsize,
         )
         self._here = ctypes.addressof(self._arguments)
-        self._step: tuple[Int32s, ...] = ()
+        self._step: tuple[Any, ...] = ()
 
     def plan(self, query_start: Int32s, num_computed: Int32s, block_tables: Int32s) -> None:
         query_start = np.array(query_start, np.int32)
         num_computed = np.array(num_computed, np.int32)
         block_tables = np.array(block_tables, np.int32, order="C")
-        shape = (query_start, num_computed, self.num_kv_heads, self.group)
-        nothing = np.empty((0, 0), np.int32)
-        num_items, num_merges, num_partials = plan_step(*shape, nothing, nothing)
+        rows = (query_start, num_computed, block_tables, self.block_size)
+        heads = (self.num_kv_heads, self.group)
+        nothing, none = np.empty((0, 0), np.int32), np.empty(0, np.int32)
+        counts = plan_step(*rows, *heads, nothing, nothing, none, none)
+        num_items, num_merges, num_members, num_partials = counts
         items = np.empty((num_items, ITEM_COLUMNS), np.int32)
         merges = np.empty((num_merges, MERGE_COLUMNS), np.int32)
-        plan_step(*shape, items, merges)
+        members = np.empty(num_members, np.int32)
+        bases = np.empty(len(num_computed) * self.num_kv_heads, np.int32)
+        plan_step(*rows, *heads, items, merges, members, bases)
         tokens = np.empty((2, query_start[-1]), np.int32)
-        locate_tokens(*shape[:2], block_tables, self.block_size, tokens[0], tokens[1])
+        locate_tokens(*rows[:3], self.block_size, tokens[0], tokens[1])
         a = self._arguments
         partials = np.empty((num_partials, a.width + STATE), np.float32)
         a.query_start, a.num_computed = query_start.ctypes.data, num_computed.ctypes.data
@@ -130,9 +137,20 @@ class NumbaAttention(PagedAttention):
         a.token_blocks, a.token_slots = tokens[0].ctypes.data, tokens[1].ctypes.data
         a.num_items, a.items = num_items, items.ctypes.data
         a.num_merges, a.merges = num_merges, merges.ctypes.data
+        a.members, a.bases = members.ctypes.data, bases.ctypes.data
         a.partials = partials.ctypes.data
         # The kernels know addresses only: this keeps what they point to.
-        self._step = (query_start, num_computed, block_tables, tokens, items, merges, partials)
+        self._step = (
+            query_start,
+            num_computed,
+            block_tables,
+            tokens,
+            items,
+            merges,
+            members,
+            bases,
+            partials,
+        )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         a = self._arguments

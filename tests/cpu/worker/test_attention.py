@@ -4,13 +4,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.worker import attention_kernels
+from twostroke.model.compiled import use_kernel_cache
 from twostroke.worker.attention import (
     MAX_GATHERED_TOKENS,
     PagedAttention,
@@ -18,6 +19,7 @@ from twostroke.worker.attention import (
     make_attention,
 )
 from twostroke.worker.attention_numba import NumbaAttention
+from twostroke.worker.attention_plan import ITEM_COLUMNS, MERGE_COLUMNS, SPLIT_KEYS, plan_step
 
 LAYERS = 2
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -297,11 +299,57 @@ def test_a_cpu_gets_compiled_kernels_and_torch_without_numba(monkeypatch, caplog
 
 
 def test_kernels_are_kept_in_the_users_cache(monkeypatch, tmp_path):
-    directory = Path(attention_kernels.numba.config.CACHE_DIR)
+    directory = Path(numba.config.CACHE_DIR)
     make_step([(0, 1)]).run(numba_one)
     assert list(directory.rglob("*attend*.nbc"))
     blocker = tmp_path / "file"
     blocker.write_text("")
     monkeypatch.setenv("TWOSTROKE_CACHE", str(blocker))
-    assert attention_kernels.use_kernel_cache() is False
-    assert Path(attention_kernels.numba.config.CACHE_DIR) == directory
+    assert use_kernel_cache(__file__) is False
+    assert Path(numba.config.CACHE_DIR) == directory
+
+
+def share(step: Step, rows: list[int], num_blocks: int) -> None:
+    """Give `rows` the first row's first blocks."""
+    step.block_tables[rows, :num_blocks] = step.block_tables[rows[0], :num_blocks]
+
+
+def key_reads(step: Step, kv_heads: int = 3) -> int:
+    """Keys that one layer's items walk over, one head."""
+    rows = (step.query_start, step.num_computed, step.block_tables, step.pool.shape[4])
+    heads, none = (kv_heads, step.heads // kv_heads), np.empty(0, np.int32)
+    nothing = np.empty((0, 0), np.int32)
+    num_items, num_merges, num_members, _ = plan_step(*rows, *heads, nothing, nothing, none, none)
+    items = np.empty((num_items, ITEM_COLUMNS), np.int32)
+    merges = np.empty((num_merges, MERGE_COLUMNS), np.int32)
+    members, bases = np.empty(num_members, np.int32), np.empty(len(rows[1]) * kv_heads, np.int32)
+    plan_step(*rows, *heads, items, merges, members, bases)
+    return int((items[:, 5] - items[:, 4]).sum()) // kv_heads
+
+
+def test_a_shared_prefix_is_read_once_a_step():
+    step = make_step([(600, 1)] * 40)
+    apart = key_reads(step)
+    share(step, list(range(40)), 600 // 16)
+    # 4 whole parts for 32 rows, again for the other 8, and what is left of each row.
+    assert key_reads(step) == 2 * 4 * SPLIT_KEYS + 40 * (601 - 4 * SPLIT_KEYS)
+    assert apart == 40 * 601
+
+
+SHARING = [(300, 1), (40, 3), (290, 1), (700, 1), (128, 1), (127, 1), (300, 1), (513, 1), (5, 0)]
+
+
+@pytest.mark.parametrize("kernel", [numba_one, numba_three])
+@pytest.mark.parametrize("block_size", [16, 24, 128])
+def test_sharing_changes_no_bit(kernel, block_size, monkeypatch):
+    """Some share one part, some more, one differs in the middle, and a chunk lies in between."""
+    step = make_step(SHARING, block_size=block_size, dtype=torch.bfloat16)
+    share(step, [0, 2, 3, 4, 5, 6, 7], 127 // block_size)
+    share(step, [0, 3, 6, 7], 280 // block_size)
+    step.block_tables[6, 4 if block_size < 100 else 1] = step.block_tables[2, -2 % 3]
+    assert key_reads(step) < sum(c + n for c, n in SHARING) or block_size == 128
+    # What a kernel leaves unwritten must show, whatever lies in fresh memory.
+    monkeypatch.setattr(np, "empty", lambda shape, dtype: np.full(shape, 77, dtype))
+    together = step.run(kernel)
+    for i in range(len(SHARING)):
+        assert torch.equal(step.alone(i).run(kernel), together[step.row(i)]), f"row {i}"
