@@ -288,11 +288,8 @@ class Loads:
             late = [name for name, start_s in self._connecting.items() if start_s + _HELLO_S <= now]
             for name in late:
                 del self._connecting[name]
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline_s, load_id = heapq.heappop(self._deadlines)
-            load = self._loads.get(load_id)
-            if load is None or load.deadline_s != deadline_s:
-                continue
+        while (load := self._first_due()) is not None and load.deadline_s <= now:
+            heapq.heappop(self._deadlines)
             if load.state is _State.GIVEN_UP:
                 self._remind(load, now)
                 continue
@@ -317,8 +314,19 @@ class Loads:
         heapq.heappush(self._deadlines, (load.deadline_s, load.load_id))
 
     def next_deadline_s(self) -> float | None:
-        """When `expire` may have something to do."""
-        return self._deadlines[0][0] if self._deadlines else None
+        """When `expire` has something to do."""
+        load = self._first_due()
+        return None if load is None else load.deadline_s
+
+    def _first_due(self) -> _Load | None:
+        """The load whose deadline is next, behind those that are over or have another by now."""
+        while self._deadlines:
+            deadline_s, load_id = self._deadlines[0]
+            load = self._loads.get(load_id)
+            if load is not None and load.deadline_s == deadline_s:
+                return load
+            heapq.heappop(self._deadlines)
+        return None
 
     # ------------------------------------------------------------ peers
 

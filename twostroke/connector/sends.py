@@ -79,7 +79,7 @@ class Sends:
         self._promised = 0  # blocks that those will still take
         self._free_slots: list[int] = []
         self._num_slots = 0
-        self._leases: list[tuple[float, int]] = []  # heap; a renewed lease has its old entry too
+        self._leases: list[tuple[float, int]] = []  # heap; of a renewed lease also the old end
         self.num_holds = 0
         self.num_ended = 0
         self.num_expired = 0
@@ -217,16 +217,24 @@ class Sends:
 
     def expire(self, now: float) -> None:
         """Let go of what nobody has asked for in time."""
-        while self._leases and self._leases[0][0] <= now:
-            _, uid = heapq.heappop(self._leases)
-            send = self._sends.get(uid)
-            if send is not None and send.lease_ends_s is not None and send.lease_ends_s <= now:
-                self.num_expired += 1
-                self._let_go(send)
+        while (first := self._first_lease()) is not None and first[0] <= now:
+            self.num_expired += 1
+            self._let_go(first[1])
 
     def next_deadline_s(self) -> float | None:
-        """The first end of a lease; a renewed one may be named by its old end."""
-        return self._leases[0][0] if self._leases else None
+        """The first end of a lease."""
+        first = self._first_lease()
+        return None if first is None else first[0]
+
+    def _first_lease(self) -> tuple[float, _Send] | None:
+        """What ends first, behind the leases that were renewed or are over."""
+        while self._leases:
+            ends_s, uid = self._leases[0]
+            send = self._sends.get(uid)
+            if send is not None and send.lease_ends_s == ends_s:
+                return ends_s, send
+            heapq.heappop(self._leases)
+        return None
 
     def _start_lease(self, send: _Send) -> None:
         send.lease_ends_s = self._clock.now() + send.options.lease_s

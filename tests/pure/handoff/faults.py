@@ -1,12 +1,13 @@
 """Random schedules of faults over two P and two D: none may hang, leak or answer wrongly.
 
-    python -m tests.pure.handoff.faults [--schedules 10000] [--first SEED]
+    python -m tests.pure.handoff.faults [--schedules 10000] [--first SEED] [--processes N]
 
 Each seed makes one schedule: settings of the router and of the engines, requests (some of which
-share prefixes or names), aborts, deaths, restarts under the same address, switches of roles, forged
-tickets, and a fault for each load. A schedule passes when every client gets its answer in time, or
-an error; when all tokens are those of a run without faults; and when afterwards every engine has
-all its blocks, seats and lease slots back. Prints what was tried; exits 1 if any schedule failed.
+share prefixes or names), aborts, preemptions, deaths, restarts under the same address, switches of
+roles, forged tickets, and a fault for each load. A schedule passes when every client gets its
+answer in time, or an error; when all tokens are those of a run without faults; and when afterwards
+every engine has all its blocks, seats and lease slots back. Prints what was tried; exits 1 if any
+schedule failed.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from random import Random
 
 import msgspec
@@ -114,6 +116,8 @@ class Schedule:
             at(start_s, lambda h=handle, p=prompt, m=max_tokens, n=name: self._submit(h, p, m, n))
             if random.random() < abort_rate:
                 at(start_s + random.uniform(0, 1.0), lambda h=handle: self._abort(h))
+        for _ in range(random.choice((0, 0, 1, 5))):
+            at(random.uniform(0, 2.5), self._preempt)
         if random.random() < 0.35:
             index = random.randrange(4)
             at(random.uniform(0, 2.5), lambda: self._kill(index))
@@ -129,6 +133,9 @@ class Schedule:
         if handle in self.world.prompts:
             self.tried["aborts"] += 1
             self.world.abort(handle)
+
+    def _preempt(self) -> None:
+        self.world.engines[self.random.randrange(4)].preempt()
 
     def _kill(self, index: int) -> None:
         role = self.roles[index]
@@ -186,14 +193,29 @@ def run_schedules(seeds: range) -> tuple[Counter[str], list[tuple[int, str]]]:
     return tried, failed
 
 
+def run_in_processes(seeds: range, num: int) -> tuple[Counter[str], list[tuple[int, str]]]:
+    """The same, shared out over `num` processes."""
+    if num == 1:
+        return run_schedules(seeds)
+    tried: Counter[str] = Counter()
+    failed: list[tuple[int, str]] = []
+    shares = [seeds[start : start + 50] for start in range(0, len(seeds), 50)]
+    with ProcessPoolExecutor(num) as pool:
+        for of_share, failed_of_share in pool.map(run_schedules, shares):
+            tried += of_share
+            failed += failed_of_share
+    return tried, failed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args()
     start_s = time.monotonic()
     seeds = range(arguments.first, arguments.first + arguments.schedules)
-    tried, failed = run_schedules(seeds)
+    tried, failed = run_in_processes(seeds, arguments.processes)
     for seed, reason in failed[:5]:
         print(f"seed {seed}:\n{reason}")
     for name, count in sorted(tried.items()):

@@ -93,6 +93,7 @@ class SimEngine:
         self.is_dead = False
         self.is_stepping = False
         self._waits = 0
+        self._is_draining = False
         self._step = 0  # that is being collected
         self._has_rows = False
 
@@ -128,7 +129,8 @@ class SimEngine:
         """Plan until the pipeline is full, then wait for the oldest step, or for something new."""
         core = self.core
         self._take_inbox()
-        while (plan := core.begin()) is not None:
+        self._is_draining = self._is_draining and core.num_in_flight > 0
+        while not self._is_draining and (plan := core.begin()) is not None:
             self.executor.submit(plan)
             if not len(plan.slots) or core.num_in_flight == self.depth:
                 break
@@ -149,6 +151,12 @@ class SimEngine:
                     self.wake()
 
             self.world.network.after(max(0.0, deadline_s - self.world.clock.now()), expire)
+
+    def preempt(self) -> None:
+        """As if the first running request lacked a block: what is in flight ends before it runs."""
+        if self.core.state.num_running and not self.is_dead:
+            self.core.state.preempt(0)
+            self._is_draining = True
 
     def _collect_after(self, seconds: float) -> None:
         step = self._step
