@@ -1,8 +1,8 @@
 """Many plain decode steps in one go, with the result of the single steps.
 
-Where no request waits and every running one only appends a token each step, k turns of the engine's
-loop (begin a step, finish the oldest) change nothing but counters, block tables and prefix keys, all
-of them predictable. On a wall clock the turns have to be taken; on a virtual one they need not.
+Where no request waits and every running one only appends a token each step, k turns of the loop of
+an engine (begin a step, finish the oldest) change nothing but counters, block tables and prefix
+keys, all predictable. On a wall clock the turns have to be taken; on a virtual one they need not.
 
     in flight         [ step n - 1 ]                  (with asynchronous scheduling; else nothing)
     after k turns     [ step n - 1 + k ]              begun n ... n - 1 + k, finished the k oldest

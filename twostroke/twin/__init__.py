@@ -1,1 +1,1 @@
-"""The twin: the real scheduler on a virtual clock, with costs in the place of devices."""
+"""The twin: the engine's own scheduler, KV manager and router on a virtual clock."""

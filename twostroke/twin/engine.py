@@ -1,0 +1,196 @@
+"""One engine of the twin: an `EngineCore` and its device, driven as `proc.core_main` drives them.
+
+    turn    take the inbox, begin a step, submit it; with room for one more in flight, again;
+            else wait for the end of the oldest
+    wake    (the oldest has ended) take the inbox, finish it, say what came of it; then a turn
+
+Where nothing but decodes lies ahead the engine *cruises*: the ends of many turns are computed at
+once, and they are taken together when the last of them is over, or before, when a message comes.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from twostroke.arrays import Float64s, Int64s
+from twostroke.clock import VirtualClock
+from twostroke.core.loop import EngineCore
+from twostroke.messages import AbortRequests, AddRequest, EngineOutputs, EngineStats, ToEngine
+from twostroke.twin.executor import CostExecutor
+
+MAX_TURNS = 512  # taken at once; bounds what is computed in vain when a message cuts them short
+MIN_TURNS = 2
+
+
+class EngineSink(Protocol):
+    """Who is told what an engine does."""
+
+    def outputs(self, engine: int, outputs: EngineOutputs) -> None: ...
+
+    def decoded(self, engine: int, handles: Int64s, times_s: Float64s) -> None:
+        """Each of these requests got one token at each of these times."""
+        ...
+
+
+class TwinEngine:
+    """`next_s` is when `wake` is due; inf: only a message or a transfer can change anything."""
+
+    def __init__(
+        self,
+        index: int,
+        core: EngineCore,
+        executor: CostExecutor,
+        clock: VirtualClock,
+        sink: EngineSink,
+        *,
+        fast_forward: bool = True,
+        on_plan: Callable[[object], None] | None = None,
+    ) -> None:
+        self.index = index
+        self.core = core
+        self.executor = executor
+        self.clock = clock
+        self.next_s = math.inf
+        self.is_waiting = True  # for anything at all: no step is in flight
+        self.num_skipped = 0
+        self._sink = sink
+        self._depth = 2 if core.config.async_scheduling else 1
+        self._fast_forward = fast_forward
+        self._on_plan = on_plan
+        self._inbox: deque[ToEngine] = deque()
+        self._ends: Float64s | None = None  # while cruising: of its turns
+        self._turns = 0
+
+    # ------------------------------------------------------------ from outside
+
+    def deliver(self, message: ToEngine, now: float) -> bool:
+        """A message arrives. True: the engine waits for it, and is to be woken now."""
+        self._inbox.append(message)
+        return self._disturb(now, at_once=isinstance(message, AbortRequests))
+
+    def transfer_ended(self, now: float) -> bool:
+        """One of its loads is over. True: it waits for that, and is to be woken now."""
+        return self._disturb(now, at_once=True)
+
+    def _disturb(self, now: float, *, at_once: bool) -> bool:
+        if self._ends is not None:
+            # Turns that have ended by now; the next one is under way and runs to its end.
+            turns = int(np.searchsorted(self._ends[: self._turns], now, side="right"))
+            if at_once:
+                # What has come counts before the tokens of the step under way do.
+                self._skip(turns)
+                self._turn()
+            else:
+                self._turns = min(self._turns, turns + 1)
+                self.next_s = float(self._ends[self._turns - 1])
+            return False
+        return self.next_s > now and (self.is_waiting or self.executor.end_of_oldest_s > now) and (
+            self.is_waiting or self.executor.end_of_oldest_s == math.inf
+        )
+
+    def rouse(self, now: float) -> None:
+        """It waited, and something has come."""
+        self.clock.advance_to(now)
+        if self.is_waiting:
+            self._turn()
+        else:
+            self.executor.wake()
+            self.wake(now)
+
+    def wake(self, now: float) -> None:
+        """What it waited for is due: the end of its oldest step, or a deadline."""
+        if self._ends is not None:
+            self._skip(self._turns)
+            self._turn()
+            return
+        self.clock.advance_to(now)
+        if not self.is_waiting:
+            if self.executor.end_of_oldest_s == math.inf:
+                self.executor.wake()
+            result = self.executor.collect()
+            self._take_inbox()
+            self._sink.outputs(self.index, self.core.finish(result))
+        self._turn()
+
+    def stats(self, now: float) -> EngineStats:
+        """What the engine would say of itself at `now`, turns that are not taken yet included."""
+        return self.core.stats()
+
+    # ------------------------------------------------------------ the loop
+
+    def _turn(self) -> None:
+        core = self.core
+        while True:
+            self._take_inbox()
+            if self._fast_forward and self._cruise():
+                return
+            plan = core.begin()
+            if plan is not None:
+                if self._on_plan is not None:
+                    self._on_plan(plan)
+                self.executor.submit(plan)
+            self._take_outputs()
+            if plan is not None and len(plan.slots) and core.num_in_flight < self._depth:
+                continue
+            break
+        self.is_waiting = not core.num_in_flight
+        self.next_s = math.inf if self.is_waiting else self.executor.end_of_oldest_s
+        if self.next_s == math.inf and (deadline_s := core.next_deadline_s()) is not None:
+            self.next_s = max(deadline_s, self.clock.now())
+
+    def _take_inbox(self) -> None:
+        core = self.core
+        while self._inbox:
+            message = self._inbox.popleft()
+            match message:
+                case AddRequest():
+                    core.add(message)
+                case AbortRequests(handles):
+                    core.abort(handles)
+                case _:
+                    core.apply_kv(message)
+        self._take_outputs()
+
+    def _take_outputs(self) -> None:
+        if (outputs := self.core.take_outputs()) is not None:
+            self._sink.outputs(self.index, outputs)
+
+    # ------------------------------------------------------------ cruising
+
+    def _cruise(self) -> bool:
+        """Begin to cruise if there is anything to gain."""
+        core = self.core
+        turns = min(core.skippable_turns, MAX_TURNS)
+        if turns < MIN_TURNS:
+            return False
+        slots = core.state.running
+        context_tokens = int(core.state.seats.computed[slots].sum())
+        ends = self.executor.ends_of_decodes(len(slots), context_tokens, turns)
+        if (deadline_s := core.next_deadline_s()) is not None:
+            # Turn i begins at the end of turn i - 1; one that begins at the deadline is not plain.
+            if self.clock.now() >= deadline_s:
+                return False
+            turns = min(turns, int(np.searchsorted(ends, deadline_s, side="left")) + 1)
+            if turns < MIN_TURNS:
+                return False
+        self._ends, self._turns = ends, turns
+        self.is_waiting = False
+        self.next_s = float(ends[turns - 1])
+        return True
+
+    def _skip(self, turns: int) -> None:
+        """Take `turns` turns of the cruise, which then is over; the clock goes to their end."""
+        assert self._ends is not None
+        ends, self._ends = self._ends, None
+        if turns == 0:
+            return
+        slots = self.core.state.running
+        handles = self.core.state.seats.handle[slots]
+        self.core.skip(turns, self.executor.tokens_of(slots))
+        self.executor.skip(turns, ends)
+        self.clock.advance_to(float(ends[turns - 1]))
+        self.num_skipped += turns
+        self._sink.decoded(self.index, handles, ends[:turns])
