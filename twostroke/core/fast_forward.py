@@ -30,10 +30,9 @@ def skippable_turns(state: EngineState) -> int:
         or len(state.in_flight) != config.async_scheduling
         or config.num_spec_tokens
         or config.sliding_window is not None
-        or not state.is_quiet
     ):
         return 0
-    if rows < config.max_num_seqs and state.queues.head() is not None:
+    if _may_admit(state):
         return 0
     seats, slots = state.seats, state.running
     known, pending = seats.known[slots], seats.placeholders[slots]
@@ -48,6 +47,17 @@ def skippable_turns(state: EngineState) -> int:
         return 0
     turns = int((seats.stop_at[slots] - known).min()) - 1
     return _turns_with_blocks(state, turns) if turns > 0 else 0
+
+
+def _may_admit(state: EngineState) -> bool:
+    """Whether the next turn looks at anybody who waits, or has more to say than rows."""
+    if state.handoff is not None:
+        if state.handoff.has_commands or state.queues.num_held_back:
+            return True
+        if state.loaded and state.num_running < state.config.max_num_seqs:
+            return True
+    has_seat = state.num_seats_taken < state.config.max_num_seqs
+    return has_seat and state.queues.head() is not None
 
 
 def _is_plain(state: EngineState, step: Step) -> bool:
@@ -69,25 +79,30 @@ def _growth(state: EngineState, turns: int) -> Int32s:
     return grown
 
 
+def blocks_taken(state: EngineState, turns: int) -> int:
+    """Blocks that all running requests take within so many turns."""
+    return int(_growth(state, turns).sum())
+
+
 def _turns_with_blocks(state: EngineState, turns: int) -> int:
     """As many of these turns as there are free blocks for."""
     free = state.kv.num_free
-    if int(_growth(state, turns).sum()) <= free:
+    if blocks_taken(state, turns) <= free:
         return turns
     low, high = 0, turns  # enough for `low`, not for `high`
     while high - low > 1:
         middle = (low + high) // 2
-        if int(_growth(state, middle).sum()) <= free:
+        if blocks_taken(state, middle) <= free:
             low = middle
         else:
             high = middle
     return low
 
 
-def skip(state: EngineState, turns: int, token_ids: Int32s) -> None:
+def skip(state: EngineState, turns: int, token_ids: Int32s) -> list[int]:
     """Take `turns` turns, at most `skippable_turns`; row i samples token_ids[i] in each of them.
 
-    No such token may be a stop id of its request.
+    No such token may be a stop id of its request. Returns the seats that the first turn vacates.
     """
     seats, slots = state.seats, state.running
     known = seats.known[slots]
@@ -108,6 +123,7 @@ def skip(state: EngineState, turns: int, token_ids: Int32s) -> None:
         step = state.in_flight[0]
         step.number += turns
         step.num_computed = step.num_computed + turns
+    return state.flush_freed_slots()
 
 
 def _boundaries(first: Int32s, counts: Int32s, size: int) -> tuple[Int64s, Int64s]:

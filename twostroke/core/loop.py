@@ -310,20 +310,24 @@ class EngineCore:
         """
         if self._rules is not None or self._events or self._finished or self._prefills:
             return 0
+        if self.state.handoff is not None and self.state.handoff.has_outputs:
+            return 0
         return fast_forward.skippable_turns(self.state)
 
-    def skip(self, turns: int, token_ids: Int32s) -> None:
-        """Do what so many turns would, at most `skippable_turns`, without their plans.
+    def skip(self, turns: int, token_ids: Int32s) -> list[int]:
+        """Do what so many turns would, at least 1 and at most `skippable_turns`, without plans.
 
         Running request i samples token_ids[i] in each; none may be a stop id. The executor's step
-        in flight, if any, has to be renumbered alike. No outputs: what they would hold is known.
+        in flight, if any, has to be renumbered alike, and the seats returned to be vacated. No
+        outputs: what they would hold is known.
         """
         rows = self.state.num_running
-        fast_forward.skip(self.state, turns, token_ids)
+        freed = fast_forward.skip(self.state, turns, token_ids)
         self.scheduler.num_steps += turns
         self._stats.num_steps += turns
         self._stats.step_tokens += turns * rows
         self._stats.generation_tokens += turns * rows
+        return freed
 
     def _count_drafts(self, result: StepResult, outcome: Outcome) -> None:
         """Drafts verified in rows whose request still wanted tokens."""
@@ -382,6 +386,16 @@ class EngineCore:
             stats.num_failed_loads = counts.num_failed_loads
             stats.num_unknown_transfers = counts.num_unknown_transfers
         return copy.copy(stats)
+
+    def stats_after(self, turns: int) -> EngineStats:
+        """`stats`, as they will be when so many turns (at most `skippable_turns`) are taken."""
+        stats, rows = self.stats(), self.state.num_running
+        grown = fast_forward.blocks_taken(self.state, turns)
+        stats.kv_usage += grown / self.state.kv.pool.num_usable
+        stats.num_steps += turns
+        stats.step_tokens += turns * rows
+        stats.generation_tokens += turns * rows
+        return stats
 
     def slots(self) -> list[dict[str, Any]]:
         """What each live request does: state, tokens done and in all, blocks, age in seconds."""

@@ -108,12 +108,6 @@ class EngineState:
         may_run = self.requests and not self.is_stalled
         return bool(may_run or untold or self.handoff.has_commands or self.handoff.awaits_report)
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether plans have told workers of every departure, and what to do about KV."""
-        has_commands = self.handoff is not None and self.handoff.has_commands
-        return not (self.finished_ids or self._freed_slots or has_commands)
-
     def request_at(self, slot: int) -> Request:
         request = self.seats.request_of[slot]
         assert request is not None

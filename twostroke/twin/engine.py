@@ -18,7 +18,15 @@ import numpy as np
 from twostroke.arrays import Float64s, Int64s
 from twostroke.clock import VirtualClock
 from twostroke.core.loop import EngineCore
-from twostroke.messages import AbortRequests, AddRequest, EngineOutputs, EngineStats, ToEngine
+from twostroke.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineOutputs,
+    EngineStats,
+    Shutdown,
+    ToEngine,
+    UtilityCall,
+)
 from twostroke.twin.executor import CostExecutor
 
 MAX_TURNS = 512  # taken at once; bounds what is computed in vain when a message cuts them short
@@ -82,14 +90,25 @@ class TwinEngine:
             if at_once:
                 # What has come counts before the tokens of the step under way do.
                 self._skip(turns)
-                self._turn()
+                self._turn(heeding=False)
             else:
+                # Whether it is heard before or after they are counted makes no difference.
                 self._turns = min(self._turns, turns + 1)
                 self.next_s = float(self._ends[self._turns - 1])
             return False
-        return self.next_s > now and (self.is_waiting or self.executor.end_of_oldest_s > now) and (
-            self.is_waiting or self.executor.end_of_oldest_s == math.inf
-        )
+        return self.is_waiting or self.executor.end_of_oldest_s == math.inf
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether requests wait in it, so that its memory matters to the router."""
+        return len(self.core.state.queues) > 0
+
+    def stats_at(self, now: float) -> EngineStats | None:
+        """What it would say of itself at `now`, if that differs from what it has said."""
+        if self._ends is None:
+            return None
+        turns = int(np.searchsorted(self._ends[: self._turns], now, side="right"))
+        return self.core.stats_after(turns) if turns else None
 
     def rouse(self, now: float) -> None:
         """It waited, and something has come."""
@@ -115,18 +134,16 @@ class TwinEngine:
             self._sink.outputs(self.index, self.core.finish(result))
         self._turn()
 
-    def stats(self, now: float) -> EngineStats:
-        """What the engine would say of itself at `now`, turns that are not taken yet included."""
-        return self.core.stats()
-
     # ------------------------------------------------------------ the loop
 
-    def _turn(self) -> None:
+    def _turn(self, *, heeding: bool = True) -> None:
+        """Begin what can be begun now; not `heeding` what has come since."""
         core = self.core
         while True:
-            self._take_inbox()
-            if self._fast_forward and self._cruise():
-                return
+            if heeding:
+                self._take_inbox()
+                if self._fast_forward and self._cruise():
+                    return
             plan = core.begin()
             if plan is not None:
                 if self._on_plan is not None:
@@ -150,6 +167,8 @@ class TwinEngine:
                     core.add(message)
                 case AbortRequests(handles):
                     core.abort(handles)
+                case UtilityCall() | Shutdown():
+                    raise ValueError(f"the twin's engines are not asked for {message}")
                 case _:
                     core.apply_kv(message)
         self._take_outputs()
@@ -163,6 +182,8 @@ class TwinEngine:
     def _cruise(self) -> bool:
         """Begin to cruise if there is anything to gain."""
         core = self.core
+        if self.executor.has_report:
+            return False
         turns = min(core.skippable_turns, MAX_TURNS)
         if turns < MIN_TURNS:
             return False

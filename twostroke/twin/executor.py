@@ -1,11 +1,11 @@
-"""`core.executor.Executor` around a cost model: plans take time on a virtual clock, tokens are given.
+"""`core.executor.Executor` around a cost model: plans take virtual time, tokens are given.
 
     submit(plan) at t     the device starts it at max(t, end of the one before + gap)
     end_of_oldest_s       when `collect` returns
     collect()             its tokens, and what transfers ended meanwhile
 
-A request's answer repeats one token id of its own, so what a prefix cache can see of it follows from
-the workload alone.
+A request's answer repeats one token id of its own, so what a prefix cache can see of it follows
+from the workload alone.
 """
 
 import math
@@ -132,6 +132,11 @@ class CostExecutor:
         """Whether a step with rows is under way now."""
         now = self._clock.now()
         return any(it.start_s <= now < it.end_s and len(it.plan.slots) for it in self._running)
+
+    @property
+    def has_report(self) -> bool:
+        """Whether the next result will tell of a transfer."""
+        return self._transfers is not None and self._transfers.has_report
 
     def wake(self) -> None:
         """End a plan that waits for a transfer: something has come."""

@@ -93,10 +93,11 @@ class Network:
         path: Sequence[Hashable],
         num_bytes: float,
         *,
+        now_s: float,
         latency_s: float = 0.0,
         limit: float = math.inf,
     ) -> None:
-        """A transfer begins now: after `latency_s` its bytes move over all links of `path`.
+        """A transfer begins at `now_s`: after `latency_s` its bytes move over all links of `path`.
 
         `limit` bounds its own rate, in bytes per second.
         """
@@ -104,6 +105,7 @@ class Network:
             raise ValueError(f"transfer {key} is under way already")
         if not path:
             raise ValueError(f"transfer {key} has no link to move over")
+        self._progress(now_s)
         self._flows[key] = Flow(
             tuple(path),
             num_bytes,
@@ -114,8 +116,9 @@ class Network:
         )
         self._share()
 
-    def cancel(self, key: Hashable) -> float:
-        """End a transfer now; returns the bytes that were left. Unknown ones: 0."""
+    def cancel(self, key: Hashable, *, now_s: float) -> float:
+        """End a transfer; returns the bytes that were left. Unknown ones: 0."""
+        self._progress(now_s)
         flow = self._flows.pop(key, None)
         if flow is None:
             return 0.0
@@ -127,31 +130,36 @@ class Network:
         return self._next_s
 
     def advance(self, time_s: float) -> list[tuple[Hashable, Flow]]:
-        """Move to `time_s`, which lies before or at the next event; what ended there, in order."""
-        if time_s > self._next_s or time_s < self._now_s:
-            raise ValueError(f"at {self._now_s} s, next event {self._next_s} s: not {time_s} s")
-        passed_s = time_s - self._now_s
-        for name in self._used:
-            self.busy_s[name] += passed_s
-        ended: list[tuple[Hashable, Flow]] = []
-        for key, flow in self._flows.items():
-            if flow.starts_s > time_s:
-                continue
-            if flow.rate > 0:
-                # Exactly those whose end this event is are at their end, whatever was rounded.
-                done = self._now_s + flow.left / flow.rate <= time_s
-                moved = flow.left if done else min(flow.rate * passed_s, flow.left)
-                flow.left -= moved
-                for name in flow.path:
-                    self.bytes_moved[name] += moved
-            if flow.left <= 0:
-                ended.append((key, flow))
+        """Move to `time_s`, at most to the next event; what ended by then, in order."""
+        self._progress(time_s)
+        ended = [
+            (key, flow)
+            for key, flow in self._flows.items()
+            if flow.left <= 0 and flow.starts_s <= time_s
+        ]
         for key, _ in ended:
             del self._flows[key]
-        self._now_s = time_s
         if ended or time_s == self._next_s:
             self._share()
         return ended
+
+    def _progress(self, time_s: float) -> None:
+        """Bytes move on to `time_s`, at the rates that hold until then."""
+        if time_s > self._next_s or time_s < self._now_s:
+            raise ValueError(f"at {self._now_s} s, next event {self._next_s} s: not {time_s} s")
+        passed_s = time_s - self._now_s
+        if passed_s > 0:
+            for name in self._used:
+                self.busy_s[name] += passed_s
+            for flow in self._flows.values():
+                if flow.rate > 0:
+                    # Those whose end this is are at their end, whatever was rounded.
+                    is_done = self._now_s + flow.left / flow.rate <= time_s
+                    moved = flow.left if is_done else min(flow.rate * passed_s, flow.left)
+                    flow.left -= moved
+                    for name in flow.path:
+                        self.bytes_moved[name] += moved
+        self._now_s = time_s
 
     def _share(self) -> None:
         """Rates from now on (max-min fair, by filling up), and the next event."""

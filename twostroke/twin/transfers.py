@@ -56,9 +56,7 @@ class Fabric:
         self._links: dict[Hashable, BandwidthCurve] = {}
         self.network = Network({})
 
-    def add(
-        self, index: int, endpoint: KvEndpoint, now: Callable[[], float]
-    ) -> "EngineTransfers":
+    def add(self, index: int, endpoint: KvEndpoint, now: Callable[[], float]) -> "EngineTransfers":
         """One engine joins, before anything moves."""
         self._links |= {("in", index): self.link.bandwidth, ("out", index): self.link.bandwidth}
         if self.link.fabric is not None:
@@ -72,9 +70,15 @@ class Fabric:
         return self._engines.get(engine_id)
 
     def start(
-        self, key: Hashable, owner: "EngineTransfers", source: int, num_bytes: int, messages: int
+        self,
+        key: Hashable,
+        owner: "EngineTransfers",
+        source: int,
+        num_bytes: int,
+        messages: int,
+        now_s: float,
     ) -> None:
-        """A flow of so many bytes, issued in so many messages by each rank."""
+        """A flow of so many bytes begins, issued in so many messages by each rank."""
         issue_s = messages * self.link.message_s
         path: list[Hashable] = [("out", source), ("in", owner.index)]
         if self.link.fabric is not None:
@@ -85,12 +89,13 @@ class Fabric:
             key,
             path,
             num_bytes,
+            now_s=now_s,
             latency_s=self.link.base_s + (0.0 if pipelined else issue_s),
             limit=num_bytes / issue_s if pipelined else math.inf,
         )
 
-    def cancel(self, key: Hashable) -> None:
-        self.network.cancel(key)
+    def cancel(self, key: Hashable, now_s: float) -> None:
+        self.network.cancel(key, now_s=now_s)
         self._owner.pop(key, None)
 
     def advance(self, time_s: float) -> list["EngineTransfers"]:
@@ -186,7 +191,7 @@ class EngineTransfers:
         self._num_pieces += 1
         key = (self.index, load.load_id, self._num_pieces)
         state.open_pieces[key] = load
-        self._fabric.start(key, self, source.index, num_bytes, messages)
+        self._fabric.start(key, self, source.index, num_bytes, messages, self._now())
 
     def arrived(self, key: Hashable, time_s: float) -> None:
         """A flow has ended: look at the lease word, as a reader does after the data."""
@@ -205,7 +210,7 @@ class EngineTransfers:
         now = self._now() if time_s is None else time_s
         state = self._loads.pop(load_id, None) or _Load(now)
         for key in state.open_pieces:
-            self._fabric.cancel(key)
+            self._fabric.cancel(key, now)
         end = KvLoadEnd(
             load_id=load_id,
             num_bytes=state.num_bytes,

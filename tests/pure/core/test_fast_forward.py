@@ -16,7 +16,9 @@ class Numbers(FakeExecutor):
     def __init__(self, block_size):
         super().__init__(block_size=block_size, token=lambda name, position: 10_000 + int(name[1:]))
 
-    def skip(self, turns):
+    def skip(self, turns, freed):
+        for slot in freed:
+            del self._seats[slot]
         for plan in self._submitted:
             plan.step += turns
             plan.num_computed = plan.num_computed + turns
@@ -72,8 +74,8 @@ def take_turns(made, turns):
         count = min(made.core.skippable_turns, turns) if made.fast else 0
         if count:
             slots = made.core.state.running
-            made.core.skip(count, 10_000 + made.core.state.seats.handle[slots].astype(np.int32))
-            made.executor.skip(count)
+            tokens = 10_000 + made.core.state.seats.handle[slots].astype(np.int32)
+            made.executor.skip(count, made.core.skip(count, tokens))
             skipped += count
             turns -= count
             continue

@@ -1,0 +1,479 @@
+"""The world: engines, router, links and arrivals on one virtual clock.
+
+    time ─▶  step ends (by engine) ─▶ transfers ─▶ messages ─▶ arrivals ─▶ whoever waited for them
+
+At one moment events happen in that order, and within a kind in that of their making, so a run is a
+function of its scenario. The router, the schedulers and the connector's half are those of the
+engine; only devices, links and clients are played.
+"""
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from twostroke.arrays import Float64s, Int32s, Int64s
+from twostroke.clock import VirtualClock
+from twostroke.connector.handoff import HandoffScheduler
+from twostroke.connector.layout import record_of
+from twostroke.core.loop import EngineCore
+from twostroke.errors import ConfigError, EngineDeadError
+from twostroke.kv_messages import TRANSFER_ID_BYTES, KvEndpoint
+from twostroke.ledger import Boundary
+from twostroke.messages import (
+    AddRequest,
+    EngineOutputs,
+    EngineReady,
+    FinishReason,
+    SamplingParams,
+    ToEngine,
+)
+from twostroke.router.dispatch import Dispatcher
+from twostroke.twin.engine import TwinEngine
+from twostroke.twin.executor import CostExecutor
+from twostroke.twin.record import Requests, Timeline
+from twostroke.twin.scenario import EngineGroup, EngineResult, Result, Scenario
+from twostroke.twin.transfers import EngineTransfers, Fabric
+
+# Kinds of events in the order in which they happen at one moment.
+_STEP, _NETWORK, _MESSAGE, _ARRIVAL, _TIMER, _ROUSE = range(6)
+_PARAMS = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+class World:
+    """One run of a scenario."""
+
+    def __init__(
+        self, scenario: Scenario, *, on_done: Callable[[int], None] = lambda count: None
+    ) -> None:
+        self.scenario = scenario
+        self.clock = VirtualClock()
+        self.dispatcher = Dispatcher(self.clock, scenario.settings)
+        self.requests = Requests(len(scenario.workload))
+        self.engines: list[TwinEngine] = []
+        self._groups: list[EngineGroup] = []
+        self._transfers: list[EngineTransfers] = []
+        self._timelines: list[Timeline] = []
+        self._on_done = on_done
+        self._fabric = Fabric(scenario.link, record=scenario.record_timelines)
+        self._heap: list[tuple[float, int, int, object]] = []
+        self._order = itertools.count()
+        self._last_output_s: list[float] = []
+        self._last_input_s: list[float] = []
+        self._preempted: set[int] = set()  # and without a token since
+        self._network_s = math.inf
+        self._timer_s = math.inf
+        self._num_done = 0
+        self._end_s = 0.0
+        self._first_output_value = scenario.workload.first_output_value
+        self._followers = _followers(scenario.workload.after)
+        self._counter = itertools.count(1)
+        self._build()
+
+    # ------------------------------------------------------------ set-up
+
+    def _build(self) -> None:
+        groups = [group for group in self.scenario.engines for _ in range(group.count)]
+        if not groups:
+            raise ConfigError("there is no engine", hint="name some with --both, or --prefill")
+        roles = {group.role for group in groups}
+        if not roles - {"prefill"}:
+            raise ConfigError("no engine decodes", hint="add some with --decode or --both")
+        has_handoffs = roles != {"both"}
+        for index, group in enumerate(groups):
+            self._add_engine(index, group, has_handoffs=has_handoffs)
+        self._send_messages()
+
+    def _add_engine(self, index: int, group: EngineGroup, *, has_handoffs: bool) -> None:
+        config, layout = group.config, group.layout
+        if layout.block_size != config.block_size:
+            raise ConfigError(
+                f"blocks hold {layout.block_size} tokens in the layout and {config.block_size} in "
+                "the scheduler's settings"
+            )
+        clock = VirtualClock()
+        endpoint, connector, transfers = None, None, None
+        if has_handoffs:
+            endpoint = KvEndpoint(
+                engine_id=f"engine-{index}",
+                transport="twin",
+                addresses=[""] * layout.tensor_parallel_size,
+                layout=record_of(layout, config.num_blocks, "twin"),
+            )
+            connector = HandoffScheduler(
+                clock,
+                endpoint,
+                max_hold_share=group.max_hold_share,
+                step_cost=group.cost if self.scenario.settings.pd_policy == "cost" else None,
+                new_transfer_id=lambda: next(self._counter).to_bytes(TRANSFER_ID_BYTES, "big"),
+            )
+            transfers = self._fabric.add(index, endpoint, clock.now)
+            self._transfers.append(transfers)
+        shares_host = len(group.host.slowdown) > 1
+        executor = CostExecutor(
+            clock,
+            group.cost,
+            max_num_seqs=config.max_num_seqs,
+            token_of=self._token_of,
+            host=group.host,
+            transfers=transfers,
+            num_busy=self._num_busy,
+        )
+        engine = TwinEngine(
+            index,
+            EngineCore(config, clock, connector=connector),
+            executor,
+            clock,
+            self,
+            # Engines that slow each other down cannot be taken many steps at a time.
+            fast_forward=self.scenario.fast_forward and not shares_host,
+        )
+        self.engines.append(engine)
+        self._groups.append(group)
+        self._timelines.append(Timeline())
+        self._last_output_s.append(0.0)
+        self._last_input_s.append(0.0)
+        self.dispatcher.add_engine(index, group.role)
+        ready = EngineReady(index, config.max_model_len, config.num_blocks, config.block_size)
+        ready.kv = endpoint
+        self.dispatcher.engine_ready(index, ready)
+
+    def _token_of(self, request_id: str) -> int:
+        return self.scenario.workload.output_value(int(request_id.partition("#")[0]))
+
+    def _num_busy(self) -> int:
+        return 1 + sum(engine.executor.is_computing for engine in self.engines)
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> Result:
+        """To the end, or to the scenario's `until_s`."""
+        started_s = time.perf_counter()
+        workload, heap = self.scenario.workload, self._heap
+        first = np.flatnonzero(workload.after < 0).tolist()
+        arrivals = iter(sorted(first, key=workload.arrival_s.__getitem__))
+        self._next_arrival(arrivals)
+        while heap:
+            time_s, kind, key, what = heapq.heappop(heap)
+            if time_s > self.scenario.until_s:
+                break
+            if kind == _STEP:
+                engine = self.engines[key]
+                if engine.next_s == time_s:
+                    self.clock.advance_to(time_s)
+                    engine.wake(time_s)
+                    self._after(engine)
+                continue
+            self.clock.advance_to(time_s)
+            if kind == _NETWORK:
+                if time_s == self._network_s:
+                    self._advance_network(time_s)
+            elif kind == _MESSAGE:
+                self._message(what, time_s)
+            elif kind == _ARRIVAL:
+                self._arrive(key, time_s)
+                if what is None:
+                    self._next_arrival(arrivals)
+            elif kind == _TIMER:
+                if time_s == self._timer_s:
+                    self._on_timer()
+            else:
+                engine = self.engines[key]
+                engine.rouse(time_s)
+                self._after(engine)
+        return self._result(time.perf_counter() - started_s)
+
+    def _push(self, time_s: float, kind: int, key: int, what: object = None) -> None:
+        heapq.heappush(self._heap, (time_s, kind, key, what))
+
+    def _next_arrival(self, arrivals: Iterator[int]) -> None:
+        index = next(arrivals, None)
+        if index is not None:
+            self._push(float(self.scenario.workload.arrival_s[index]), _ARRIVAL, index)
+
+    def _after(self, engine: TwinEngine) -> None:
+        """An engine has done something: note when it goes on, and what that meant for the links."""
+        if engine.next_s < math.inf:
+            self._push(engine.next_s, _STEP, engine.index)
+        self._note_network()
+        self._send_messages()
+
+    # ------------------------------------------------------------ links
+
+    def _note_network(self) -> None:
+        next_s = self._fabric.network.next_event_s()
+        if next_s != self._network_s:
+            self._network_s = next_s
+            if next_s < math.inf:
+                self._push(next_s, _NETWORK, next(self._order))
+
+    def _advance_network(self, time_s: float) -> None:
+        for owner in self._fabric.advance(time_s):
+            engine = self.engines[owner.index]
+            if engine.transfer_ended(time_s):
+                self._push(time_s, _ROUSE, engine.index)
+            elif engine.next_s < math.inf:
+                self._push(engine.next_s, _STEP, engine.index)
+        self._network_s = math.inf
+        self._note_network()
+
+    # ------------------------------------------------------------ messages
+
+    def _send_messages(self) -> None:
+        """What the router has to say goes to the engines, and its deadline on the heap."""
+        for index, message in self.dispatcher.take_messages():
+            self._post(index, message)
+        deadline_s = self.dispatcher.next_deadline_s()
+        if deadline_s is not None and deadline_s < self._timer_s:
+            self._timer_s = max(deadline_s, self.clock.now())
+            self._push(self._timer_s, _TIMER, 0)
+
+    def _post(self, index: int, message: ToEngine) -> None:
+        host = self._groups[index].host
+        delay_s = host.ingress_s
+        if isinstance(message, AddRequest):
+            delay_s += host.ingress_token_s * len(message.prompt_token_ids)
+        at_s = max(self.clock.now() + delay_s, self._last_input_s[index])
+        self._last_input_s[index] = at_s
+        self._push(at_s, _MESSAGE, next(self._order), (index, message))
+
+    def _message(self, what: object, time_s: float) -> None:
+        """To an engine a message, from an engine what it did."""
+        assert isinstance(what, tuple)
+        index, message = what
+        if isinstance(message, EngineOutputs):
+            self._take_outputs(index, message, time_s)
+        elif isinstance(message, np.ndarray):
+            self._take_decoded(index, message, what[2])
+        else:
+            engine = self.engines[index]
+            if engine.deliver(message, time_s):
+                self._push(time_s, _ROUSE, index)
+            elif engine.next_s < math.inf:
+                self._push(engine.next_s, _STEP, index)
+
+    def _on_timer(self) -> None:
+        self._timer_s = math.inf
+        self._refresh_stats()
+        outputs = self.dispatcher.on_time()
+        if outputs is not None:
+            self._take_clients(outputs, self.clock.now())
+        self._send_messages()
+
+    # ------------------------------------------------------------ clients
+
+    def _arrive(self, index: int, time_s: float) -> None:
+        """A client sends a request."""
+        workload = self.scenario.workload
+        request = AddRequest(
+            handle=index,
+            request_id=str(index),
+            prompt_token_ids=workload.prompt(index),
+            params=_PARAMS,
+            max_tokens=int(workload.output_tokens[index]),
+            arrival_s=time_s,
+        )
+        ledger = self.requests.arrived(index, time_s)
+        self._refresh_stats()
+        try:
+            ledger.mark(self.dispatcher.submit(request), time_s)
+        except EngineDeadError as error:
+            self._ended(index, time_s, str(error))
+        self._send_messages()
+
+    def _ended(self, index: int, time_s: float, error: str) -> None:
+        """A request's client has its answer, or an error."""
+        requests = self.requests
+        ledger = requests.ledgers[index]
+        assert ledger is not None
+        ledger.mark(Boundary.CLOSED, time_s)
+        requests.end_s[index] = time_s
+        if error:
+            requests.errors[index] = error
+        self._num_done += 1
+        self._end_s = max(self._end_s, time_s)
+        self._on_done(self._num_done)
+        workload = self.scenario.workload
+        for follower in self._followers.get(index, ()):
+            at_s = max(
+                float(workload.arrival_s[follower]), time_s + float(workload.gap_s[follower])
+            )
+            self._push(at_s, _ARRIVAL, follower, True)
+
+    # ------------------------------------------------------------ what engines say
+
+    def outputs(self, engine: int, outputs: EngineOutputs) -> None:
+        """A step's outputs leave the engine."""
+        now = self.clock.now()
+        if outputs.stats is not None:
+            self._timelines[engine].note(outputs.time_s, outputs.stats)
+        out_s = self._out_s(engine, outputs.time_s, len(outputs.handles))
+        if out_s <= now:
+            self._take_outputs(engine, outputs, now)
+        else:
+            self._push(out_s, _MESSAGE, next(self._order), (engine, outputs))
+
+    def decoded(self, engine: int, handles: Int64s, times_s: Float64s) -> None:
+        """Many plain decode steps have ended, the last of them now or a while ago."""
+        stats = self.engines[engine].core.stats()
+        self._timelines[engine].note(float(times_s[-1]), stats)
+        host = self._groups[engine].host
+        times_s = times_s + (host.egress_s + host.egress_row_s * len(handles))
+        np.maximum(times_s, self._last_output_s[engine], out=times_s)
+        out_s = self._last_output_s[engine] = float(times_s[-1])
+        if out_s <= self.clock.now():
+            self._take_decoded(engine, handles, times_s)
+        else:
+            self._push(out_s, _MESSAGE, next(self._order), (engine, handles, times_s))
+
+    def _out_s(self, engine: int, time_s: float, rows: int) -> float:
+        """When the router and the client have what an engine says at `time_s`."""
+        host = self._groups[engine].host
+        out_s = time_s + (host.egress_s + host.egress_row_s * rows)
+        out_s = self._last_output_s[engine] = max(out_s, self._last_output_s[engine])
+        return out_s
+
+    def _take_outputs(self, engine: int, outputs: EngineOutputs, time_s: float) -> None:
+        if self.dispatcher.num_waiting:
+            self._refresh_stats(but=engine)
+        self._take_clients(self.dispatcher.on_outputs(engine, outputs), time_s)
+        self._send_messages()
+
+    def _take_decoded(self, engine: int, handles: Int64s, times_s: Float64s) -> None:
+        # The router drops or renames what is not under its client's handle.
+        rows = EngineOutputs(
+            handles=handles,
+            num_tokens=np.ones(len(handles), np.int32),
+            token_ids=np.zeros(len(handles), np.int32),
+            stats=self.engines[engine].core.stats(),
+        )
+        handles = self.dispatcher.on_outputs(engine, rows).handles
+        if len(handles):
+            self._resumed(handles, float(times_s[0]))
+            self.requests.tokens_many(handles, times_s)
+
+    def _take_clients(self, outputs: EngineOutputs, time_s: float) -> None:
+        """What is left for clients."""
+        requests = self.requests
+        if (events := outputs.events) is not None:
+            for index, kind, at_s in zip(
+                events.handles.tolist(), events.kinds.tolist(), events.times_s.tolist(), strict=True
+            ):
+                if (ledger := requests.ledgers[index]) is not None:
+                    ledger.mark(kind, at_s)
+                    if kind == Boundary.PREEMPTED:
+                        self._preempted.add(index)
+        for prefill in outputs.prefills:
+            requests.cached_tokens[prefill.handle] = prefill.cached_tokens
+        if len(outputs.handles):
+            self._resumed(outputs.handles, time_s)
+            requests.tokens(outputs.handles, time_s)
+        for end in outputs.finished:
+            failed = end.reason in (FinishReason.ERROR, FinishReason.ABORT)
+            self._ended(end.handle, time_s, (end.error or "aborted") if failed else "")
+
+    def _resumed(self, handles: Int64s, time_s: float) -> None:
+        """Preempted requests that have a token again."""
+        for index in self._preempted & set(handles.tolist()) if self._preempted else ():
+            ledger = self.requests.ledgers[index]
+            assert ledger is not None
+            ledger.mark(Boundary.TOKEN, time_s)
+            if not ledger.awaits_token:
+                self._preempted.discard(index)
+
+    def _refresh_stats(self, but: int = -1) -> None:
+        """Tell the router of steps that were not taken yet, where it would act on that."""
+        has_roles = self.dispatcher.fleet.has_roles
+        now = self.clock.now()
+        for engine in self.engines:
+            if engine.index == but or not (has_roles or engine.has_queue):
+                continue
+            host = self._groups[engine.index].host
+            stats = engine.stats_at(now - host.egress_s)
+            if stats is not None:
+                self.dispatcher.fleet[engine.index].stats = stats
+                self.dispatcher.routing.engine_stats(engine.index, stats)
+
+    # ------------------------------------------------------------ the result
+
+    def _result(self, wall_s: float) -> Result:
+        requests, workload = self.requests, self.scenario.workload
+        done = requests.end_s >= 0
+        for index in requests.errors:
+            done[index] = False
+        for index in np.flatnonzero(requests.end_s < 0).tolist():
+            requests.errors[index] = "it had not ended when the simulation did"
+        arrival_s = np.where(requests.arrival_s >= 0, requests.arrival_s, np.nan)
+        ttft_s = np.where(requests.first_s >= 0, requests.first_s - arrival_s, np.nan)
+        e2e_s = np.where(done, requests.last_s - arrival_s, np.nan)
+        gaps = np.maximum(requests.num_tokens - 1, 1)
+        tpot_s = np.where(done, (requests.last_s - requests.first_s) / gaps, np.nan)
+        gap_s, gap_counts = requests.gaps.columns()
+        network = self._fabric.network
+        names = {key: _link_name(key, self._groups) for key in network.links}
+        return Result(
+            scenario=self.scenario,
+            duration_s=self._end_s - float(np.nanmin(arrival_s, initial=self._end_s)),
+            arrival_s=arrival_s,
+            ttft_s=ttft_s,
+            tpot_s=tpot_s,
+            e2e_s=e2e_s,
+            prompt_tokens=workload.prompt_tokens,
+            output_tokens=requests.num_tokens,
+            cached_tokens=requests.cached_tokens,
+            num_preemptions=requests.num_preemptions(),
+            intervals_s=requests.intervals_s(),
+            itl_s=gap_s,
+            itl_counts=gap_counts,
+            peak_tokens_per_s=requests.peak_tokens_per_s,
+            errors=requests.errors,
+            changes=requests.log.columns(),
+            engines=[self._engine_result(engine) for engine in self.engines],
+            link_bytes={names[key]: moved for key, moved in network.bytes_moved.items()},
+            link_busy_s={names[key]: busy_s for key, busy_s in network.busy_s.items()},
+            links={names[key]: use for key, use in network.use.items()},
+            counters=vars(self.dispatcher.counters),
+            wall_s=wall_s,
+        )
+
+    def _engine_result(self, engine: TwinEngine) -> EngineResult:
+        group, stats = self._groups[engine.index], engine.core.stats()
+        moved = self._transfers[engine.index] if self._transfers else None
+        return EngineResult(
+            name=_engine_name(engine.index, self._groups),
+            role=group.role,
+            timeline=self._timelines[engine.index].columns(),
+            busy_s=engine.executor.busy_s,
+            prefill_s=engine.executor.prefill_s,
+            num_steps=stats.num_steps,
+            num_skipped=engine.num_skipped,
+            num_preemptions=stats.num_preemptions,
+            num_blocks=group.config.num_blocks,
+            loaded_bytes=moved.num_bytes if moved else 0,
+            loaded_messages=moved.num_messages if moved else 0,
+        )
+
+
+def _followers(after: Int32s) -> dict[int, list[int]]:
+    """Requests that come after each."""
+    followers: dict[int, list[int]] = {}
+    for index in np.flatnonzero(after >= 0).tolist():
+        followers.setdefault(int(after[index]), []).append(index)
+    return followers
+
+
+def _engine_name(index: int, groups: list[EngineGroup]) -> str:
+    """P0, P1, D0, E0: role and number."""
+    role = groups[index].role
+    nth = sum(group.role == role for group in groups[:index])
+    return f"{ {'prefill': 'P', 'decode': 'D', 'both': 'E'}[role] }{nth}"
+
+
+def _link_name(key: object, groups: list[EngineGroup]) -> str:
+    assert isinstance(key, tuple)
+    if key == ("fabric",):
+        return "fabric"
+    return f"{_engine_name(key[1], groups)} {key[0]}"
