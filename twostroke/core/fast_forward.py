@@ -84,6 +84,14 @@ def blocks_taken(state: EngineState, turns: int) -> int:
     return int(_growth(state, turns).sum())
 
 
+def growth_turns(state: EngineState, turns: int) -> list[int]:
+    """Of the blocks that are taken within so many turns: the turn of each, in order."""
+    seats, slots = state.seats, state.running
+    first = seats.room[slots] - seats.computed[slots] + 1
+    due: list[int] = _boundaries(first, _growth(state, turns), state.config.block_size)[0].tolist()
+    return due
+
+
 def _turns_with_blocks(state: EngineState, turns: int) -> int:
     """As many of these turns as there are free blocks for."""
     free = state.kv.num_free

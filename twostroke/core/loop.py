@@ -14,6 +14,7 @@ the last are known.
 """
 
 import copy
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ from twostroke.core.state import EngineState
 from twostroke.core.step import Step
 from twostroke.cost import StepWork
 from twostroke.errors import ConfigError
-from twostroke.kv.manager import IntegrityError
+from twostroke.kv.manager import IntegrityError, KvManager
 from twostroke.kv_messages import KvReceived
 from twostroke.messages import (
     NO_TOKENS,
@@ -387,15 +388,10 @@ class EngineCore:
             stats.num_unknown_transfers = counts.num_unknown_transfers
         return copy.copy(stats)
 
-    def stats_after(self, turns: int) -> EngineStats:
-        """`stats`, as they will be when so many turns (at most `skippable_turns`) are taken."""
-        stats, rows = self.stats(), self.state.num_running
-        grown = fast_forward.blocks_taken(self.state, turns)
-        stats.kv_usage += grown / self.state.kv.pool.num_usable
-        stats.num_steps += turns
-        stats.step_tokens += turns * rows
-        stats.generation_tokens += turns * rows
-        return stats
+    def outlook(self, turns: int) -> "Outlook":
+        """What `stats` will be within that many turns, at most `skippable_turns`."""
+        growth = fast_forward.growth_turns(self.state, turns)
+        return Outlook(self.stats(), self.state.num_running, growth, self.state.kv)
 
     def slots(self) -> list[dict[str, Any]]:
         """What each live request does: state, tokens done and in all, blocks, age in seconds."""
@@ -435,6 +431,25 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Recount blocks, seats and queues; IntegrityError when they do not balance."""
         self.state.check_integrity()
+
+
+class Outlook:
+    """An engine's stats in turns to come that only decode."""
+
+    def __init__(self, stats: EngineStats, rows: int, growth: list[int], kv: KvManager) -> None:
+        self._stats = stats
+        self._rows = rows
+        self._growth = growth
+        self._kv = kv
+
+    def after(self, turns: int) -> EngineStats:
+        """What the engine will say of itself when so many are over, and nothing was added."""
+        stats = copy.copy(self._stats)
+        stats.kv_usage = self._kv.usage_with(bisect_right(self._growth, turns))
+        stats.num_steps += turns
+        stats.step_tokens += turns * self._rows
+        stats.generation_tokens += turns * self._rows
+        return stats
 
 
 def _new_request(request: Request) -> NewRequest:

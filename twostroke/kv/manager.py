@@ -97,8 +97,12 @@ class KvManager:
     @property
     def usage(self) -> float:
         """Share of the usable blocks that some request holds."""
+        return self.usage_with(0)
+
+    def usage_with(self, num_more: int) -> float:
+        """The same when so many more are taken."""
         usable = self.pool.num_usable
-        return 1 - self.pool.num_free / usable if usable else 0.0
+        return 1 - (self.pool.num_free - num_more) / usable if usable else 0.0
 
     @property
     def windowed(self) -> bool:

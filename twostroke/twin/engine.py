@@ -17,8 +17,9 @@ import numpy as np
 
 from twostroke.arrays import Float64s, Int64s
 from twostroke.clock import VirtualClock
-from twostroke.core.loop import EngineCore
+from twostroke.core.loop import EngineCore, Outlook
 from twostroke.messages import (
+    NO_TOKENS,
     AbortRequests,
     AddRequest,
     EngineOutputs,
@@ -31,6 +32,7 @@ from twostroke.twin.executor import CostExecutor
 
 MAX_TURNS = 512  # taken at once; bounds what is computed in vain when a message cuts them short
 MIN_TURNS = 2
+NO_HANDLES: Int64s = np.empty(0, np.int64)
 
 
 class EngineSink(Protocol):
@@ -38,8 +40,11 @@ class EngineSink(Protocol):
 
     def outputs(self, engine: int, outputs: EngineOutputs) -> None: ...
 
-    def decoded(self, engine: int, handles: Int64s, times_s: Float64s) -> None:
-        """Each of these requests got one token at each of these times."""
+    def decoded(
+        self, engine: int, handles: Int64s, times_s: Float64s, stats: EngineStats | None
+    ) -> None:
+        """Each of these requests got one token at each of these times; the stats then, or None:
+        they follow."""
         ...
 
 
@@ -71,6 +76,8 @@ class TwinEngine:
         self._inbox: deque[ToEngine] = deque()
         self._ends: Float64s | None = None  # while cruising: of its turns
         self._turns = 0
+        self._turns_told = 0  # of them, to the router
+        self._outlook: Outlook | None = None
 
     # ------------------------------------------------------------ from outside
 
@@ -80,8 +87,14 @@ class TwinEngine:
         return self._disturb(now, at_once=isinstance(message, AbortRequests))
 
     def transfer_ended(self, now: float) -> bool:
-        """One of its loads is over. True: it waits for that, and is to be woken now."""
-        return self._disturb(now, at_once=True)
+        """One of its loads is over. True: it waits for anything, and is to be woken now."""
+        self._disturb(now, at_once=True)
+        if self.is_waiting:
+            return True
+        self.clock.advance_to(now)
+        self.executor.transfer_ended()
+        self.next_s = self.executor.end_of_oldest_s
+        return False
 
     def _disturb(self, now: float, *, at_once: bool) -> bool:
         if self._ends is not None:
@@ -96,7 +109,9 @@ class TwinEngine:
                 self._turns = min(self._turns, turns + 1)
                 self.next_s = float(self._ends[self._turns - 1])
             return False
-        return self.is_waiting or self.executor.end_of_oldest_s == math.inf
+        if not self.is_waiting and self.executor.end_of_oldest_s == math.inf:
+            self.next_s = min(self.next_s, self.executor.looked_up_s(now))
+        return self.is_waiting
 
     @property
     def has_queue(self) -> bool:
@@ -108,27 +123,27 @@ class TwinEngine:
         if self._ends is None:
             return None
         turns = int(np.searchsorted(self._ends[: self._turns], now, side="right"))
-        return self.core.stats_after(turns) if turns else None
+        if turns == self._turns_told:
+            return None
+        if self._outlook is None:
+            self._outlook = self.core.outlook(self._turns)
+        self._turns_told = turns
+        return self._outlook.after(turns)
 
     def rouse(self, now: float) -> None:
-        """It waited, and something has come."""
-        self.clock.advance_to(now)
+        """It waited for anything, and something has come (perhaps more than one thing)."""
         if self.is_waiting:
+            self.clock.advance_to(now)
             self._turn()
-        else:
-            self.executor.wake()
-            self.wake(now)
 
     def wake(self, now: float) -> None:
         """What it waited for is due: the end of its oldest step, or a deadline."""
         if self._ends is not None:
-            self._skip(self._turns)
+            self._skip(self._turns, heeding=True)
             self._turn()
             return
         self.clock.advance_to(now)
         if not self.is_waiting:
-            if self.executor.end_of_oldest_s == math.inf:
-                self.executor.wake()
             result = self.executor.collect()
             self._take_inbox()
             self._sink.outputs(self.index, self.core.finish(result))
@@ -155,8 +170,10 @@ class TwinEngine:
             break
         self.is_waiting = not core.num_in_flight
         self.next_s = math.inf if self.is_waiting else self.executor.end_of_oldest_s
-        if self.next_s == math.inf and (deadline_s := core.next_deadline_s()) is not None:
-            self.next_s = max(deadline_s, self.clock.now())
+        deadline_s = core.next_deadline_s()
+        if self.next_s == math.inf and deadline_s is not None and deadline_s < math.inf:
+            deadline_s = max(deadline_s, self.clock.now())
+            self.next_s = deadline_s if self.is_waiting else self.executor.looked_up_s(deadline_s)
 
     def _take_inbox(self) -> None:
         core = self.core
@@ -198,12 +215,17 @@ class TwinEngine:
             if turns < MIN_TURNS:
                 return False
         self._ends, self._turns = ends, turns
+        self._outlook, self._turns_told = None, 0
         self.is_waiting = False
         self.next_s = float(ends[turns - 1])
         return True
 
-    def _skip(self, turns: int) -> None:
-        """Take `turns` turns of the cruise, which then is over; the clock goes to their end."""
+    def _skip(self, turns: int, *, heeding: bool = False) -> None:
+        """Take `turns` turns of the cruise, which then is over; the clock goes to their end.
+
+        With `heeding` what has come is heard, as it is at the end of a step before its tokens are
+        counted. For them that makes no difference, but what the engine says of itself has it.
+        """
         assert self._ends is not None
         ends, self._ends = self._ends, None
         if turns == 0:
@@ -214,4 +236,15 @@ class TwinEngine:
         self.executor.skip(turns, ends)
         self.clock.advance_to(float(ends[turns - 1]))
         self.num_skipped += turns
-        self._sink.decoded(self.index, handles, ends[:turns])
+        stats = None if heeding and self._inbox else self.core.stats()
+        self._sink.decoded(self.index, handles, ends[:turns], stats)
+        if stats is None:
+            self._take_inbox()
+            said = EngineOutputs(
+                handles=NO_HANDLES,
+                num_tokens=NO_TOKENS,
+                token_ids=NO_TOKENS,
+                stats=self.core.stats(),
+                time_s=self.clock.now(),
+            )
+            self._sink.outputs(self.index, said)

@@ -34,13 +34,25 @@ class Transfers(Protocol):
     def is_busy(self) -> bool: ...
 
 
+# How long a worker without rows looks out for the end of a transfer before it asks for more to do
+# (`worker.runner`): a request that comes meanwhile waits as long.
+IDLE_WAIT_S = 0.005
+
+
 @dataclass(slots=True)
 class _Running:
-    """A submitted plan. One that only waits for a transfer ends at infinity until there is one."""
+    """A submitted plan. Its end is not known before those ahead of it are, and that of a plan
+    without rows not before it is the oldest: transfers may end until then."""
 
     plan: StepPlan
-    start_s: float
-    end_s: float
+    submitted_s: float
+    seconds: float
+    gap_s: float
+    start_s: float = math.nan
+    end_s: float | None = None
+
+
+_ALONE = (1.0,)
 
 
 class CostExecutor:
@@ -70,7 +82,7 @@ class CostExecutor:
         self._transfers = transfers
         self._num_busy = num_busy
         self._running: deque[_Running] = deque()
-        self._free_s = -math.inf  # the end of the last plan
+        self._ended_s = -math.inf  # the end of the plan that was collected last
         self._costs: Float64s = np.empty(0)  # of the steps that may be skipped
 
     # ------------------------------------------------------------ the protocol
@@ -82,32 +94,30 @@ class CostExecutor:
             self._transfers.apply(plan.kv)
         now, rows = self._clock.now(), len(plan.slots)
         if not rows:
-            waits = self._transfers is not None and self._must_wait(self._transfers)
-            end_s = math.inf if waits and not self._running else max(now, self._free_s)
-            self._running.append(_Running(plan, now, end_s))
+            self._running.append(_Running(plan, now, 0.0, 0.0))
+            self._resolve()
             return
         work = StepWork.of_rows(plan.num_computed, plan.num_scheduled, int(plan.samples.sum()))
-        start_s = max(now, self._free_s + self._gap_s(rows))
         seconds = self._cost.step_s(work)
-        if len(self._host.slowdown) > 1 or self._host.slowdown[0] != 1.0:
+        if self._host.slowdown != _ALONE:
             seconds *= self._host.slowdown_of(self._num_busy())
         self.busy_s += seconds
         if work.num_tokens > rows:
             self.prefill_s += seconds
-        self._free_s = start_s + seconds
-        self._running.append(_Running(plan, start_s, self._free_s))
+        self._running.append(_Running(plan, now, seconds, self._gap_s(rows)))
+        self._resolve()
 
     def collect(self) -> StepResult:
         """The oldest plan's result; the clock stands at its end."""
         running = self._running.popleft()
         plan = running.plan
+        self._ended_s = self._clock.now()
+        self._resolve()
         return StepResult(
             step=plan.step,
             num_sampled=plan.samples.astype(np.int32),
             token_ids=self._tokens[plan.slots[plan.samples]],
             kv=self._transfers.report() if self._transfers is not None else None,
-            started_s=running.start_s,
-            ended_s=running.end_s if running.end_s < math.inf else self._clock.now(),
         )
 
     def shutdown(self) -> None:
@@ -115,34 +125,62 @@ class CostExecutor:
 
     # ------------------------------------------------------------ for the virtual clock
 
-    def _must_wait(self, transfers: Transfers) -> bool:
-        """Whether a plan without rows has nothing to tell yet, but will have."""
-        return transfers.is_busy and not transfers.has_report
+    def _resolve(self) -> None:
+        """When the submitted plans start and end, as far as that is certain."""
+        before_s = self._ended_s
+        for nth, it in enumerate(self._running):
+            if it.end_s is None:
+                if len(it.plan.slots):
+                    it.start_s = max(it.submitted_s, before_s + it.gap_s)
+                    it.end_s = it.start_s + it.seconds
+                elif nth == 0:
+                    it.start_s = max(it.submitted_s, before_s)
+                    it.end_s = it.start_s + self._idle_s()
+                else:
+                    return
+            before_s = it.end_s
+
+    def _idle_s(self) -> float:
+        """How long the oldest plan, without rows, waits for a transfer; alone: until one ends."""
+        transfers = self._transfers
+        if transfers is None or transfers.has_report or not transfers.is_busy:
+            return 0.0
+        return IDLE_WAIT_S if len(self._running) > 1 else math.inf
 
     def _gap_s(self, rows: int) -> float:
         return self._host.gap_s + self._host.gap_row_s * rows
 
     @property
     def end_of_oldest_s(self) -> float:
-        """When `collect` may be called; inf: not before a transfer ends (or a message comes)."""
-        return self._running[0].end_s
+        """When `collect` may be called; inf: not before a transfer ends or a message comes."""
+        end_s = self._running[0].end_s
+        assert end_s is not None, "the oldest plan's end is always known"
+        return end_s
 
     @property
     def is_computing(self) -> bool:
         """Whether a step with rows is under way now."""
         now = self._clock.now()
-        return any(it.start_s <= now < it.end_s and len(it.plan.slots) for it in self._running)
+        return any(it.start_s <= now < (it.end_s or 0.0) for it in self._running if it.seconds)
 
     @property
     def has_report(self) -> bool:
         """Whether the next result will tell of a transfer."""
         return self._transfers is not None and self._transfers.has_report
 
-    def wake(self) -> None:
-        """End a plan that waits for a transfer: something has come."""
-        for running in self._running:
-            if running.end_s == math.inf:
-                running.end_s = self._clock.now()
+    def transfer_ended(self) -> None:
+        """There is something to report now: a plan that waits for that is over."""
+        it = self._running[0] if self._running else None
+        if it is not None and not len(it.plan.slots) and self._clock.now() >= it.start_s:
+            it.end_s = self._clock.now()
+            for other in list(self._running)[1:]:
+                other.end_s = None
+            self._resolve()
+
+    def looked_up_s(self, time_s: float) -> float:
+        """When a worker that waits for a transfer, and nothing else, first hears of `time_s`."""
+        start_s = self._running[0].start_s
+        return start_s + max(1, math.ceil((time_s - start_s) / IDLE_WAIT_S)) * IDLE_WAIT_S
 
     def tokens_of(self, slots: Int32s) -> Int32s:
         """[rows] What the requests in these seats sample."""
@@ -161,20 +199,19 @@ class CostExecutor:
         spans[:, 0], spans[:, 1] = gap_s, costs
         flat = spans.reshape(-1)
         if self._running:
-            sums = np.cumsum(np.concatenate(([self._running[0].end_s], flat)))
+            sums: Float64s = np.cumsum(np.concatenate(([self.end_of_oldest_s], flat)))
             return sums[::2]
         flat[0] = 0.0
-        first_s = max(self._clock.now(), self._free_s + gap_s)
+        first_s = max(self._clock.now(), self._ended_s + gap_s)
         return np.cumsum(np.concatenate(([first_s], flat)))[2::2]
 
     def skip(self, turns: int, ends: Float64s) -> None:
         """So many plain decode turns were taken, with the ends that `ends_of_decodes` gave."""
         self.busy_s += float(self._costs[:turns].sum())
-        if not self._running:
-            self._free_s = float(ends[turns - 1])
-            return
-        running = self._running[0]
-        running.plan.step += turns
-        running.plan.num_computed = running.plan.num_computed + turns
-        running.start_s = float(ends[turns - 1]) + self._gap_s(len(running.plan.slots))
-        running.end_s = self._free_s = float(ends[turns])
+        self._ended_s = float(ends[turns - 1])
+        if self._running:
+            running = self._running[0]
+            running.plan.step += turns
+            running.plan.num_computed = running.plan.num_computed + turns
+            running.start_s = self._ended_s + running.gap_s
+            running.end_s = float(ends[turns])

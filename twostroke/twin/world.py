@@ -27,6 +27,7 @@ from twostroke.messages import (
     AddRequest,
     EngineOutputs,
     EngineReady,
+    EngineStats,
     FinishReason,
     SamplingParams,
     ToEngine,
@@ -120,7 +121,7 @@ class World:
             token_of=self._token_of,
             host=group.host,
             transfers=transfers,
-            num_busy=self._num_busy,
+            num_busy=lambda: self._num_busy(index),
         )
         engine = TwinEngine(
             index,
@@ -144,8 +145,9 @@ class World:
     def _token_of(self, request_id: str) -> int:
         return self.scenario.workload.output_value(int(request_id.partition("#")[0]))
 
-    def _num_busy(self) -> int:
-        return 1 + sum(engine.executor.is_computing for engine in self.engines)
+    def _num_busy(self, index: int) -> int:
+        """Engines that compute while this one does, itself included."""
+        return 1 + sum(it.executor.is_computing for it in self.engines if it.index != index)
 
     # ------------------------------------------------------------ the loop
 
@@ -243,11 +245,11 @@ class World:
     def _message(self, what: object, time_s: float) -> None:
         """To an engine a message, from an engine what it did."""
         assert isinstance(what, tuple)
-        index, message = what
-        if isinstance(message, EngineOutputs):
-            self._take_outputs(index, message, time_s)
-        elif isinstance(message, np.ndarray):
+        index, message = what[:2]
+        if len(what) == 3:
             self._take_decoded(index, message, what[2])
+        elif isinstance(message, EngineOutputs):
+            self._take_outputs(index, message, time_s)
         else:
             engine = self.engines[index]
             if engine.deliver(message, time_s):
@@ -316,18 +318,27 @@ class World:
         else:
             self._push(out_s, _MESSAGE, next(self._order), (engine, outputs))
 
-    def decoded(self, engine: int, handles: Int64s, times_s: Float64s) -> None:
+    def decoded(
+        self, engine: int, handles: Int64s, times_s: Float64s, stats: EngineStats | None
+    ) -> None:
         """Many plain decode steps have ended, the last of them now or a while ago."""
-        stats = self.engines[engine].core.stats()
-        self._timelines[engine].note(float(times_s[-1]), stats)
+        rows = EngineOutputs(
+            handles=handles,
+            num_tokens=np.ones(len(handles), np.int32),
+            token_ids=np.zeros(len(handles), np.int32),
+            stats=stats,
+            time_s=float(times_s[-1]),
+        )
+        if stats is not None:
+            self._timelines[engine].note(rows.time_s, stats)
         host = self._groups[engine].host
         times_s = times_s + (host.egress_s + host.egress_row_s * len(handles))
         np.maximum(times_s, self._last_output_s[engine], out=times_s)
         out_s = self._last_output_s[engine] = float(times_s[-1])
         if out_s <= self.clock.now():
-            self._take_decoded(engine, handles, times_s)
+            self._take_decoded(engine, rows, times_s)
         else:
-            self._push(out_s, _MESSAGE, next(self._order), (engine, handles, times_s))
+            self._push(out_s, _MESSAGE, next(self._order), (engine, rows, times_s))
 
     def _out_s(self, engine: int, time_s: float, rows: int) -> float:
         """When the router and the client have what an engine says at `time_s`."""
@@ -337,23 +348,18 @@ class World:
         return out_s
 
     def _take_outputs(self, engine: int, outputs: EngineOutputs, time_s: float) -> None:
-        if self.dispatcher.num_waiting:
+        if self.dispatcher.num_waiting or outputs.finished:
             self._refresh_stats(but=engine)
         self._take_clients(self.dispatcher.on_outputs(engine, outputs), time_s)
         self._send_messages()
 
-    def _take_decoded(self, engine: int, handles: Int64s, times_s: Float64s) -> None:
+    def _take_decoded(self, engine: int, rows: EngineOutputs, times_s: Float64s) -> None:
         # The router drops or renames what is not under its client's handle.
-        rows = EngineOutputs(
-            handles=handles,
-            num_tokens=np.ones(len(handles), np.int32),
-            token_ids=np.zeros(len(handles), np.int32),
-            stats=self.engines[engine].core.stats(),
-        )
         handles = self.dispatcher.on_outputs(engine, rows).handles
         if len(handles):
             self._resumed(handles, float(times_s[0]))
             self.requests.tokens_many(handles, times_s)
+        self._send_messages()
 
     def _take_clients(self, outputs: EngineOutputs, time_s: float) -> None:
         """What is left for clients."""
@@ -385,7 +391,7 @@ class World:
                 self._preempted.discard(index)
 
     def _refresh_stats(self, but: int = -1) -> None:
-        """Tell the router of steps that were not taken yet, where it would act on that."""
+        """Tell the router of steps that were not taken yet, where it may act on that."""
         has_roles = self.dispatcher.fleet.has_roles
         now = self.clock.now()
         for engine in self.engines:
