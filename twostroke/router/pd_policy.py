@@ -128,7 +128,9 @@ class PdPolicy:
         return [
             engine
             for engine in self._without(job, self._fleet.with_role("prefill", "both"))
-            if engine.need(job.num_prompt_tokens, 0).blocks <= engine.num_blocks
+            # Two that serve both strokes do it as well alone.
+            if (engine.role, reader.role) != ("both", "both")
+            and engine.need(job.num_prompt_tokens, 0).blocks <= engine.num_blocks
             and self._fleet.may_read(reader, engine, now_s)
         ]
 

@@ -6,8 +6,12 @@ for the smallest number of equal prompt chunks, and equal decodes, that have the
     step = all but attention, of all tokens + attention of the chunks + attention of the decodes
 """
 
-from collections.abc import Iterable
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +19,7 @@ import numpy as np
 from twostroke.arrays import Float64s
 from twostroke.cost import StepColumns, StepWork
 from twostroke.errors import ConfigError
+from twostroke.shape import ModelShape
 from twostroke.twin.hardware import find_gpu
 from twostroke.twin.roofline import GRAPHS, ONE_DEVICE, Parallel, Software
 
@@ -80,38 +85,58 @@ def _chunk_context(work: StepWork, chunks: int) -> float:
 class AicStepCost:
     """A `StepCost` over aiconfigurator-core's tables for vLLM.
 
-    `model` is a Hugging Face id that it knows, or a directory with a config.json; `sparse` says
-    whether it has experts. Raises ConfigError when the package is missing, or has no tables for the
-    model on this GPU.
+    Raises ConfigError when the package is missing, or has no tables for the model on this GPU.
     """
 
     def __init__(
         self,
-        model: str,
+        shape: ModelShape,
         gpu: str,
         parallel: Parallel = ONE_DEVICE,
         *,
-        sparse: bool = False,
         software: Software = GRAPHS,
     ) -> None:
         self._software = software
-        self._engine = _compile(model, gpu, parallel, sparse)
+        self._engine = _compile(shape, gpu, parallel)
         self._shared_ms = lru_cache(1 << 14)(self._shared)
         self._chunks_ms = lru_cache(1 << 14)(self._chunks)
         self._decodes_ms = lru_cache(1 << 16)(self._decodes)
+        try:  # tables have holes, which only a question finds
+            self.step_s(StepWork(17, 2, 2, 64, 64 + 16 * 8))
+        except Exception as error:
+            raise _has_no_tables(gpu, parallel, error) from None
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of one step."""
         batch = batch_of(work)
-        prompt_tokens = batch.chunks * batch.chunk_tokens
-        kernels_ms = self._shared_ms(prompt_tokens, batch.decodes)
+        shared_ms = self._shared_ms(batch.chunks * batch.chunk_tokens, batch.decodes)
+        return self._with_host(shared_ms + self._attention_ms(batch), work.num_rows)
+
+    def group_step_s(self, works: Sequence[StepWork]) -> float:
+        """Seconds of a step that data-parallel engines take together, one work each.
+
+        The package takes all of them to have equal batches: theirs in the mean, and the attention
+        of the one that has most of it.
+        """
+        batches = [batch_of(work) for work in works if work.num_rows]
+        prompts = sum(batch.chunks * batch.chunk_tokens for batch in batches) / len(works)
+        decodes = sum(batch.decodes for batch in batches) / len(works)
+        shared_ms = self._shared_ms(math.ceil(prompts), math.ceil(decodes))
+        attention_ms = max(self._attention_ms(batch) for batch in batches)
+        return self._with_host(shared_ms + attention_ms, max(work.num_rows for work in works))
+
+    def _attention_ms(self, batch: Batch) -> float:
+        spent_ms = 0.0
         if batch.chunks:
             context = _rounded(batch.chunk_context)
-            kernels_ms += self._chunks_ms(batch.chunks, batch.chunk_tokens, context)
+            spent_ms += self._chunks_ms(batch.chunks, batch.chunk_tokens, context)
         if batch.decodes:
-            kernels_ms += self._decodes_ms(batch.decodes, _rounded(batch.decode_context))
-        seconds = kernels_ms / 1e3 / self._software.kernel_share
-        return seconds + work.num_rows * self._software.row_s + self._software.step_s
+            spent_ms += self._decodes_ms(batch.decodes, _rounded(batch.decode_context))
+        return spent_ms
+
+    def _with_host(self, kernels_ms: float, rows: float) -> float:
+        software = self._software
+        return kernels_ms / 1e3 / software.kernel_share + rows * software.row_s + software.step_s
 
     def step_s_many(self, works: StepColumns) -> Float64s:
         """[steps] Seconds of many steps."""
@@ -137,8 +162,8 @@ def _rounded(context: int) -> int:
     return round(context / CONTEXT_STEP) * CONTEXT_STEP
 
 
-def _compile(model: str, gpu: str, parallel: Parallel, sparse: bool) -> Any:
-    """Its engine for a model; experts are spread as vLLM spreads them, if it has any."""
+def _compile(shape: ModelShape, gpu: str, parallel: Parallel) -> Any:
+    """Its engine for a model; experts are spread as vLLM spreads them, if there are any."""
     try:
         from aiconfigurator_core.sdk.engine import EngineHandle
     except ImportError as error:
@@ -153,15 +178,59 @@ def _compile(model: str, gpu: str, parallel: Parallel, sparse: bool) -> Any:
         )
     tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
     experts = {}
-    if sparse:
+    if shape.num_experts:
         kind = "moe_ep_size" if parallel.expert_parallel else "moe_tp_size"
         other = "moe_tp_size" if parallel.expert_parallel else "moe_ep_size"
         experts = {kind: tp * dp, other: 1, "attention_dp_size": dp}
-    try:
-        return EngineHandle.compile(model, SYSTEMS[name], "vllm", tp_size=tp, **experts)
-    except Exception as error:  # it raises whatever the table or config at hand makes it raise
-        raise ConfigError(
-            f"aiconfigurator-core cannot compute {model} on {name} with TP{tp}, DP{dp}: "
-            f"{str(error)[:200]}",
-            hint="use the roofline",
-        ) from None
+    with tempfile.TemporaryDirectory(prefix="twostroke-aic-") as directory:
+        # It reads a config.json; one of our own spares it the way to the hub.
+        Path(directory, "config.json").write_text(json.dumps(_config_of(shape)))
+        try:
+            return EngineHandle.compile(directory, SYSTEMS[name], "vllm", tp_size=tp, **experts)
+        except Exception as error:  # it raises whatever the table or config at hand makes it raise
+            raise _has_no_tables(name, parallel, error) from None
+
+
+def _has_no_tables(gpu: str, parallel: Parallel, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"aiconfigurator-core cannot compute this model on {gpu} with "
+        f"TP{parallel.tensor_parallel_size}, DP{parallel.data_parallel_size}: {str(error)[:200]}",
+        hint="use the roofline",
+    )
+
+
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+
+
+def _config_of(shape: ModelShape) -> dict[str, Any]:
+    """The shape as a config.json has it, as far as the package looks at it."""
+    config: dict[str, Any] = {
+        "architectures": [_CLASSES[shape.architecture]],
+        "model_type": shape.architecture,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": shape.tie_word_embeddings,
+    }
+    if shape.num_experts:
+        config |= {
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.num_experts_per_token,
+            "moe_intermediate_size": shape.moe_intermediate_size,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": sorted(shape.dense_layers),
+        }
+    return config

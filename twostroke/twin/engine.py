@@ -144,6 +144,9 @@ class TwinEngine:
             return
         self.clock.advance_to(now)
         if not self.is_waiting:
+            if not self.executor.is_due:
+                self.next_s = self.executor.end_of_oldest_s
+                return
             result = self.executor.collect()
             self._take_inbox()
             self._sink.outputs(self.index, self.core.finish(result))

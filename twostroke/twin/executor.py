@@ -40,7 +40,7 @@ IDLE_WAIT_S = 0.005
 
 
 @dataclass(slots=True)
-class _Running:
+class RunningPlan:
     """A submitted plan. Its end is not known before those ahead of it are, and that of a plan
     without rows not before it is the oldest: transfers may end until then."""
 
@@ -81,7 +81,7 @@ class CostExecutor:
         self._tokens: Int32s = np.zeros(max_num_seqs, np.int32)  # by seat
         self._transfers = transfers
         self._num_busy = num_busy
-        self._running: deque[_Running] = deque()
+        self._running: deque[RunningPlan] = deque()
         self._ended_s = -math.inf  # the end of the plan that was collected last
         self._costs: Float64s = np.empty(0)  # of the steps that may be skipped
 
@@ -94,7 +94,7 @@ class CostExecutor:
             self._transfers.apply(plan.kv)
         now, rows = self._clock.now(), len(plan.slots)
         if not rows:
-            self._running.append(_Running(plan, now, 0.0, 0.0))
+            self._running.append(RunningPlan(plan, now, 0.0, 0.0))
             self._resolve()
             return
         work = StepWork.of_rows(plan.num_computed, plan.num_scheduled, int(plan.samples.sum()))
@@ -104,7 +104,7 @@ class CostExecutor:
         self.busy_s += seconds
         if work.num_tokens > rows:
             self.prefill_s += seconds
-        self._running.append(_Running(plan, now, seconds, self._gap_s(rows)))
+        self._running.append(RunningPlan(plan, now, seconds, self._gap_s(rows)))
         self._resolve()
 
     def collect(self) -> StepResult:
@@ -156,6 +156,11 @@ class CostExecutor:
         end_s = self._running[0].end_s
         assert end_s is not None, "the oldest plan's end is always known"
         return end_s
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `collect` may be called at what `end_of_oldest_s` said before."""
+        return True
 
     @property
     def is_computing(self) -> bool:

@@ -27,7 +27,8 @@ class EngineGroup:
     """`count` engines alike: their role, the cost of a step, and what their scheduler is told.
 
     `config.num_blocks` counts the null block, as ever. `layout` says how many bytes a hand-off
-    moves; its block size must be the config's.
+    moves; its block size must be the config's. `steps_together`: they share the experts of their
+    model, so a step of one is a step of all (`lockstep`).
     """
 
     role: Role
@@ -37,6 +38,7 @@ class EngineGroup:
     count: int = 1
     host: HostCost = field(default_factory=HostCost)
     max_hold_share: float = 0.5
+    steps_together: bool = False
 
     @property
     def num_devices(self) -> int:

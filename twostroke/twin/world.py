@@ -12,6 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from twostroke.messages import (
 from twostroke.router.dispatch import Dispatcher
 from twostroke.twin.engine import TwinEngine
 from twostroke.twin.executor import CostExecutor
+from twostroke.twin.lockstep import Lockstep, LockstepExecutor
 from twostroke.twin.record import Requests, Timeline
 from twostroke.twin.scenario import EngineGroup, EngineResult, Result, Scenario
 from twostroke.twin.transfers import EngineTransfers, Fabric
@@ -72,6 +74,7 @@ class World:
         self._first_output_value = scenario.workload.first_output_value
         self._followers = _followers(scenario.workload.after)
         self._counter = itertools.count(1)
+        self._rounds: dict[int, Lockstep] = {}  # of groups that step together
         self._build()
 
     # ------------------------------------------------------------ set-up
@@ -114,7 +117,11 @@ class World:
             transfers = self._fabric.add(index, endpoint, clock.now)
             self._transfers.append(transfers)
         shares_host = len(group.host.slowdown) > 1
-        executor = CostExecutor(
+        make_executor: Callable[..., CostExecutor] = CostExecutor
+        if group.steps_together:
+            rounds = self._rounds.setdefault(id(group), Lockstep(group.cost))
+            make_executor = partial(LockstepExecutor, rounds)
+        executor = make_executor(
             clock,
             group.cost,
             max_num_seqs=config.max_num_seqs,
@@ -129,8 +136,8 @@ class World:
             executor,
             clock,
             self,
-            # Engines that slow each other down cannot be taken many steps at a time.
-            fast_forward=self.scenario.fast_forward and not shares_host,
+            # Engines whose steps depend on each other's cannot be taken many steps at a time.
+            fast_forward=self.scenario.fast_forward and not (shares_host or group.steps_together),
         )
         self.engines.append(engine)
         self._groups.append(group)

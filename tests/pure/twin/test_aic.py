@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from twostroke.cost import StepColumns, StepWork
 from twostroke.errors import ConfigError
 from twostroke.twin.aic import AicStepCost, Batch, batch_of
+from twostroke.twin.models import find_shape
 from twostroke.twin.roofline import Parallel
 
 needs_package = pytest.mark.skipif(
@@ -69,7 +70,7 @@ def test_any_sums_make_a_batch(n: int, rows: int, context: int, attended: float)
 def test_answers_of_the_package() -> None:
     """8k of prefill and 288 decodes on 8.7k: what its own calls for whole batches say."""
     tp8 = Parallel(tensor_parallel_size=8)
-    cost = AicStepCost("Qwen/Qwen3-30B-A3B", "H100", tp8, sparse=True)
+    cost = AicStepCost(find_shape("qwen3-30b-a3b"), "H100", tp8)
     prefill = cost.step_s(StepWork(8192, 1, 1, 0, 8192**2 / 2))
     assert prefill * 1e3 == pytest.approx(62.8, rel=0.01)
     context = 288 * 8704
@@ -84,11 +85,23 @@ def test_answers_of_the_package() -> None:
 
 
 @needs_package
+def test_a_group_waits_for_the_one_with_most_to_do() -> None:
+    pair = Parallel(data_parallel_size=2, expert_parallel=True)
+    cost = AicStepCost(find_shape("qwen3-30b-a3b"), "H100", pair)
+    decode = StepWork(32, 32, 32, 32 * 1000, 32 * 1000.5)
+    longer = StepWork(32, 32, 32, 32 * 8000, 32 * 8000.5)
+    nothing = StepWork(0, 0, 0, 0, 0)
+    assert cost.group_step_s([decode, decode]) == cost.step_s(decode)
+    assert cost.group_step_s([decode, longer]) == cost.step_s(longer)
+    assert cost.group_step_s([decode, nothing]) < cost.step_s(decode)
+
+
+@needs_package
 def test_what_it_has_no_tables_for() -> None:
     with pytest.raises(ConfigError, match="use the roofline"):
-        AicStepCost("no/such-model", "H100")
+        AicStepCost(find_shape("qwen3-30b-a3b"), "A100", Parallel(tensor_parallel_size=8))
 
 
 def test_without_the_package_or_the_gpu() -> None:
     with pytest.raises(ConfigError, match=r"twostroke\[aic\]|no kernels of RTX 4090"):
-        AicStepCost("Qwen/Qwen3-30B-A3B", "RTX 4090")
+        AicStepCost(find_shape("qwen3-30b-a3b"), "RTX 4090")
