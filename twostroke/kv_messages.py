@@ -22,6 +22,7 @@ from twostroke.arrays import Int32s
 
 LAYOUT_VERSION = 1
 TRANSFER_ID_BYTES = 16
+LEASE_ENDED = "the lease ended before all was read"  # an error of loads, apart from the network's
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 

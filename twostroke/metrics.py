@@ -477,6 +477,7 @@ class StatusLine:
         prompt_tokens = stats.prompt_tokens - last.prompt_tokens
         output_tokens = stats.generation_tokens - last.generation_tokens
         busy = prompt_tokens or output_tokens or stats.num_running or stats.num_waiting
+        busy = busy or (handoff is not None and handoff.num_waiting)
         if elapsed_s <= 0 or not busy:
             return None
         parts = [

@@ -52,6 +52,56 @@ def test_aborted_before_it_ran():
     }  # fmt: skip
 
 
+def test_a_hand_off_that_is_pulled():
+    ledger = walk(
+        (B.HELD, 1), (B.PREFILL_QUEUED, 3), (B.PREFILL_SCHEDULED, 4), (B.PREFILL_FINISHED, 8),
+        (B.DECODE_QUEUED, 9), (B.DECODE_LOADING, 10), (B.DECODE_LOADED, 13),
+        (B.DECODE_SCHEDULED, 14), (B.DECODE_FIRST_TOKEN, 16), (B.FINISHED, 20), (B.CLOSED, 21),
+    )  # fmt: skip
+    assert spent(ledger) == {
+        "frontend": 1, "held": 2 + 2, "queue": 1, "prefill": 4, "transfer": 3, "decode_queue": 1,
+        "decode": 6, "egress": 1,
+    }  # fmt: skip
+    assert ledger.first_token_ns == 16e9
+
+
+def test_a_hand_off_that_streams():
+    ledger = walk(
+        (B.SENT, 1), (B.DECODE_QUEUED, 2), (B.DECODE_LOADING, 4), (B.PREFILL_QUEUED, 5),
+        (B.PREFILL_SCHEDULED, 7), (B.PREFILL_FINISHED, 12), (B.DECODE_LOADED, 13),
+        (B.DECODE_SCHEDULED, 15), (B.FIRST_TOKEN, 16), (B.CLOSED, 16),
+    )  # fmt: skip
+    assert spent(ledger) == {
+        "frontend": 1, "queue": 1 + 1 + 2, "prefill": 5, "transfer": 1, "decode_queue": 2 + 2,
+        "decode": 1,
+    }  # fmt: skip
+
+
+def test_memory_pinned_on_p_holds_a_prompt_up():
+    ledger = walk(
+        (B.SENT, 1), (B.PREFILL_QUEUED, 2), (B.PREFILL_HELD, 3), (B.PREFILL_SCHEDULED, 7),
+        (B.PREFILL_PREEMPTED, 8), (B.PREFILL_SCHEDULED, 10), (B.PREFILL_FINISHED, 11),
+        (B.DECODE_SCHEDULED, 12), (B.FIRST_TOKEN, 13), (B.DECODE_PREEMPTED, 14),
+        (B.SCHEDULED, 15), (B.TOKEN, 16), (B.CLOSED, 17),
+    )  # fmt: skip
+    assert spent(ledger) == {
+        "frontend": 1, "queue": 2, "held": 4 + 1, "prefill": 2, "preempted": 2 + 2,
+        "decode": 2 + 1,
+    }  # fmt: skip
+
+
+def test_a_failed_load_begins_again():
+    ledger = walk(
+        (B.SENT, 1), (B.PREFILL_SCHEDULED, 2), (B.PREFILL_FINISHED, 3), (B.DECODE_LOADING, 4),
+        (B.DECODE_LOADED, 6), (B.MOVED, 7), (B.QUEUED, 8), (B.SCHEDULED, 9), (B.FIRST_TOKEN, 12),
+        (B.CLOSED, 12),
+    )  # fmt: skip
+    assert spent(ledger) == {
+        "frontend": 1, "queue": 1 + 1, "prefill": 1 + 3, "held": 1 + 1, "transfer": 2,
+        "decode_queue": 1,
+    }  # fmt: skip
+
+
 @given(
     arrived_s=st.floats(0, 1e6),
     steps=st.lists(st.tuples(st.sampled_from(Boundary), st.floats(0, 1e6)), max_size=30),

@@ -151,7 +151,7 @@ class EngineFleet:
                 "engine": engine.index,
                 "role": engine.role,
                 "next_role": engine.next_role,
-                "state": engine.state,
+                "state": "leaving" if engine.is_leaving and not engine.error else engine.state,
                 "error": engine.error or None,
                 "engine_id": None if engine.endpoint is None else engine.endpoint.engine_id,
                 "num_requests": engine.num_legs,

@@ -299,8 +299,6 @@ class Loads:
 
     def fail(self, load: _Load, error: str, reason: str) -> None:
         """End its request by an error; `finished` then sees to the rest."""
-        if load.error:
-            return
         self.num_failed += 1
         load.error, load.reason, load.deadline_s = error, reason, math.inf
         self._outbox.ends.failed.append((load.uid, error))

@@ -28,6 +28,7 @@ from twostroke.connector.base import KvMemory, Peer, TransferError, Transport
 from twostroke.connector.layout import TicketError, check, pieces, sources, split
 from twostroke.connector.links import measure_link
 from twostroke.kv_messages import (
+    LEASE_ENDED,
     TRANSFER_ID_BYTES,
     KvCommands,
     KvEndpoint,
@@ -44,7 +45,6 @@ BATCH_BYTES = 64 << 20  # read between two looks at whether a load was given up
 BACK_OFF_S, MAX_BACK_OFF_S = 0.5, 30.0
 
 GIVEN_UP = "given up"
-LEASE_ENDED = "the lease ended before all was read"
 
 _NO_LEASE = bytes(TRANSFER_ID_BYTES)
 # Ended loads that are remembered. What can arrive late was sent a step or two before the end.

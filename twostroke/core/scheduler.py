@@ -295,7 +295,7 @@ class Scheduler:
         if request.num_computed == 0:
             hits = self._lookup(request)
             num_local = len(hits) * self.config.block_size
-            if request.kv_send is not None and self._is_held_back(step, request, hits):
+            if self._is_held_back(step, request, hits):
                 return _Verdict.PASSED
             if self._connector is not None and request.may_load:
                 answer, asynchronous = self._connector.get_num_new_matched_tokens(
@@ -346,7 +346,7 @@ class Scheduler:
 
     def _is_held_back(self, step: Step, request: Request, hits: list[int]) -> bool:
         """Whether a prefill must wait because what is held for others takes too much memory."""
-        if self._handoff is None:
+        if self._handoff is None or request.kv_send is None:
             return False
         is_first = request.was_held_back or not self.queues.num_held_back
         if self._handoff.may_send(request, hits, is_first=is_first):

@@ -17,9 +17,11 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
+
 from twostroke.clock import Clock
 from twostroke.errors import EngineDeadError
-from twostroke.kv_messages import KvReady, KvReceive, KvReceived, KvSend, KvTicket
+from twostroke.kv_messages import LEASE_ENDED, KvReady, KvReceive, KvReceived, KvSend, KvTicket
 from twostroke.ledger import Boundary
 from twostroke.messages import (
     AddRequest,
@@ -82,6 +84,7 @@ class Dispatcher:
         it = self.fleet[engine]
         if it.state == "loading":
             it.ready, it.state = ready, "ready"
+            self.fleet.look_again()
             self.routing.engine_ready(engine, (ready.num_blocks - 1) * ready.block_size)
             self._place_waiting()
 
@@ -195,7 +198,7 @@ class Dispatcher:
     def _place_waiting(self) -> None:
         """Send what has room now, in order. The last thing that most public methods do."""
         self.fleet.switch_drained()
-        self._legs.introduce()
+        self._legs.introduce(self._clock.now())
         while self._waiting and self.can_decode:
             try:
                 if not self._place(self._waiting[0]):
@@ -272,7 +275,8 @@ class Dispatcher:
             if self.settings.pd_policy == "cost":
                 self._placing.costs.observe(it, outputs.step)
         for link in outputs.kv_links:
-            self.fleet.pair(it, link.engine_id).measured(link)
+            self.fleet.pair(it, link.engine_id).measured(link, self._clock.now())
+            self.fleet.look_again()
         begun = [] if outputs.events is None else self._on_events(it, outputs.events)
         for received in outputs.kv_received:
             self._on_received(it, received)
@@ -289,10 +293,11 @@ class Dispatcher:
         for leg in ended:
             self._legs.forget(leg)
         self._place_waiting()
-        if self._events or self._ends:
-            outputs = with_more(outputs, self._events, self._ends)
-            self._events, self._ends = [], []
-        return outputs
+        return self._with_ours(outputs)
+
+    def _with_ours(self, outputs: EngineOutputs) -> EngineOutputs:
+        events, ends, self._events, self._ends = self._events, self._ends, [], []
+        return with_more(outputs, events, ends)
 
     def _on_events(self, engine: Engine, events: Events) -> list[Leg]:
         """Returns the legs that have their first token."""
@@ -349,9 +354,9 @@ class Dispatcher:
         self._legs.has_read(leg)
         self._legs.drop_prefill(leg.job)
         if received.error:
-            self.counters.failures[received.reason or "transfer"] += 1
             leg.load_error = received.error
-            leg.load_reason = received.reason or "load_failed"
+            leg.load_reason = "lease_ended" if LEASE_ENDED in received.error else "transfer"
+            self.counters.failures[leg.load_reason] += 1
             return
         leg.job.deadline_s = None
         self.counters.num_transfers += received.num_bytes > 0
@@ -374,14 +379,17 @@ class Dispatcher:
         may_move = not job.has_streamed and self.settings.max_retries > 0
         if end.reason is FinishReason.ERROR and leg.lacks_kv and may_move:
             self._legs.mute(leg)
-            self._run_whole(job, leg.load_reason or "not_loaded", end.error or leg.load_error)
+            if not leg.is_loaded:  # refused, or its time was up
+                leg.load_reason = "not_loaded"
+                self.counters.failures["not_loaded"] += 1
+            self._run_whole(job, leg.load_reason, end.error or leg.load_error)
             return None
         if end.reason is FinishReason.ABORT and may_move:  # its engine is about to leave
             self._legs.mute(leg)
             self._run_again(job, "engine_left", f"engine {engine.index} was shut down")
             return None
         self._end(job)
-        return end if end.handle == job.handle else Finished(job.handle, *_rest(end))
+        return msgspec.structs.replace(end, handle=job.handle)
 
     def _prefill_ended(self, job: Job, end: Finished) -> None:
         job.prefill = None
@@ -469,11 +477,7 @@ class Dispatcher:
             if job.deadline_s == due_s:
                 self._late(job)
         self._place_waiting()
-        if not (self._events or self._ends):
-            return None
-        outputs = with_more(nothing(now_s), self._events, self._ends)
-        self._events, self._ends = [], []
-        return outputs
+        return self._with_ours(nothing(now_s)) if self._events or self._ends else None
 
     def _late(self, job: Job) -> None:
         self.counters.num_late += 1
@@ -493,7 +497,3 @@ class Dispatcher:
         """What is to be sent now, in order: engines with messages."""
         messages, self._legs.messages = self._legs.messages, []
         return messages
-
-
-def _rest(end: Finished) -> tuple[FinishReason, int | None, str | None]:
-    return end.reason, end.stop_token_id, end.error

@@ -13,6 +13,8 @@ What the engine says it uses, plus what is on its way and what the running ones 
 the sharing. The smaller of the two counts.
 """
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -50,18 +52,23 @@ class EnginePair:
 
     link: LinkCost | None = None  # as the reader measured it
     bytes_per_s: float | None = None  # mean of what transfers got
-    error: str = ""  # the two cannot work together, and why
-    num_failures: int = 0  # in a row
+    error: str = ""  # of the last handshake
+    num_failures: int = 0  # in a row, of handshakes and transfers
     broken_until_s: float = 0.0
     bytes_under_way: int = 0
 
     def is_usable(self, now_s: float) -> bool:
         return not self.error and now_s >= self.broken_until_s
 
-    def measured(self, link: KvLink) -> None:
+    def measured(self, link: KvLink, now_s: float) -> None:
         """The reader shook hands with the other, and says how it went."""
+        if self.error and not link.error:
+            self.broken_until_s = 0.0
         self.error = link.error
-        if not link.error and link.bytes_per_s > 0:
+        if link.error:
+            self.num_failures += 1
+            self._break(now_s, self.num_failures - 1)
+        elif link.bytes_per_s > 0:
             self.link = LinkCost(
                 base_s=link.base_s,
                 message_s=link.message_s,
@@ -74,8 +81,7 @@ class EnginePair:
         if received.error:
             self.num_failures += 1
             if self.num_failures >= BREAK_AFTER:
-                times = min(self.num_failures - BREAK_AFTER, 10)
-                self.broken_until_s = now_s + min(BREAK_S * 2**times, MAX_BREAK_S)
+                self._break(now_s, self.num_failures - BREAK_AFTER)
             return
         self.num_failures = 0
         seconds = received.ended_s - received.started_s
@@ -83,6 +89,16 @@ class EnginePair:
             rate = received.num_bytes / seconds
             mean = self.bytes_per_s or rate
             self.bytes_per_s = mean + _RATE_WEIGHT * (rate - mean)
+
+    def _break(self, now_s: float, times: int) -> None:
+        self.broken_until_s = now_s + min(BREAK_S * 2 ** min(times, 10), MAX_BREAK_S)
+
+    def wants_handshake(self, now_s: float) -> bool:
+        """The last one failed, long enough ago. Asks once in a while."""
+        if not self.error or now_s < self.broken_until_s:
+            return False
+        self.broken_until_s = now_s + MAX_BREAK_S
+        return True
 
     def transfer_s(self, num_messages: int, num_bytes: int) -> float | None:
         """Seconds for so much, behind what is under way; None when nothing is known."""
@@ -190,6 +206,7 @@ class Fleet:
     def __init__(self) -> None:
         self.engines: dict[int, Engine] = {}
         self._pairs: dict[tuple[int, str], EnginePair] = {}  # reader's index, engine id
+        self._look_at_s = 0.0  # when somebody may have to be introduced
 
     def __getitem__(self, index: int) -> Engine:
         return self.engines[index]
@@ -210,28 +227,39 @@ class Fleet:
         """What is known of `reader` reading from an engine."""
         return self._pairs.setdefault((reader.index, engine_id), EnginePair())
 
+    def known_pair(self, reader: Engine, engine_id: str) -> EnginePair | None:
+        """The same, unless one of them is gone."""
+        return self._pairs.get((reader.index, engine_id))
+
     def may_read(self, reader: Engine, other: Engine, now_s: float) -> bool:
         """Whether KV can go from `other` to `reader`."""
         mine, theirs = reader.endpoint, other.endpoint
-        if reader is other or mine is None or theirs is None:
+        if mine is None or theirs is None or not _hand_over(other, reader):
             return False
         if not _same_kv(mine.layout, theirs.layout):
             return False
         return self.pair(reader, theirs.engine_id).is_usable(now_s)
 
-    def introductions(self) -> Iterator[tuple[Engine, KvEndpoint]]:
-        """Readers with endpoints that they may have to read from and were not told of."""
-        readers = self.with_role("decode", "both")
-        for other in self.with_role("prefill", "both"):
+    def look_again(self) -> None:
+        """Roles, states or links have changed: there may be somebody to introduce."""
+        self._look_at_s = 0.0
+
+    def introductions(self, now_s: float) -> Iterator[tuple[Engine, KvEndpoint]]:
+        """Readers with endpoints that they may read from and were not told of, or were in vain."""
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = math.inf
+        sources = self.with_role("prefill", "both")
+        for reader, other in itertools.product(self.with_role("decode", "both"), sources):
             endpoint = other.endpoint
-            if endpoint is None:
+            if endpoint is None or reader.endpoint is None or not _hand_over(other, reader):
                 continue
-            for reader in readers:
-                is_news = reader is not other and endpoint.engine_id not in reader.connected
-                # Two engines that serve both strokes have nothing to tell each other.
-                if is_news and reader.endpoint and (reader.role, other.role) != ("both", "both"):
-                    reader.connected.add(endpoint.engine_id)
-                    yield reader, endpoint
+            pair = self.pair(reader, endpoint.engine_id)
+            if endpoint.engine_id not in reader.connected or pair.wants_handshake(now_s):
+                reader.connected.add(endpoint.engine_id)
+                yield reader, endpoint
+            if pair.error:
+                self._look_at_s = min(self._look_at_s, pair.broken_until_s)
 
     def forget(self, engine_id: str) -> list[Engine]:
         """An engine is gone for good; returns those that know of it and are to be told."""
@@ -265,21 +293,29 @@ class Fleet:
             it.next_role = role
         if it.state != "loading":
             it.state = "draining" if it.next_role else "ready"
+        self.look_again()
 
     def switch_drained(self) -> None:
         """Engines that have drained get their new roles."""
         for engine in self:
             if engine.next_role is not None and engine.is_idle:
                 engine.role, engine.next_role, engine.state = engine.next_role, None, "ready"
+                self.look_again()
 
     def died(self, engine: Engine, error: str) -> None:
         """An engine is gone, and what it measured. The last one that decodes keeps its role."""
         engine.state, engine.error, engine.next_role = "gone", error, None
+        self.look_again()
         self._pairs = {key: pair for key, pair in self._pairs.items() if key[0] != engine.index}
         if not self.can_decode:
             for other in self:
                 if other.state == "draining" and other.role != "prefill":
                     other.state, other.next_role = "ready", None
+
+
+def _hand_over(source: Engine, reader: Engine) -> bool:
+    """Whether there is a point: two engines that serve both strokes do it as well alone."""
+    return source is not reader and (source.role, reader.role) != ("both", "both")
 
 
 def _same_kv(one: KvLayoutRecord, other: KvLayoutRecord) -> bool:

@@ -55,9 +55,9 @@ class Legs:
             self._disconnect(engine.endpoint.engine_id)
         return legs
 
-    def introduce(self) -> None:
+    def introduce(self, now_s: float) -> None:
         """Tell readers of those that they may have to read from."""
-        for reader, endpoint in self._fleet.introductions():
+        for reader, endpoint in self._fleet.introductions(now_s):
             self.send(reader, KvConnect(endpoint))
 
     def _disconnect(self, engine_id: str) -> None:
@@ -235,7 +235,8 @@ class Legs:
         if leg.reads_from:
             engine_id, leg.reads_from = leg.reads_from, ""
             self._readers[engine_id] -= 1
-            self._fleet.pair(leg.engine, engine_id).bytes_under_way -= leg.num_bytes
+            if (pair := self._fleet.known_pair(leg.engine, engine_id)) is not None:
+                pair.bytes_under_way -= leg.num_bytes
             self._disconnect(engine_id)
 
 

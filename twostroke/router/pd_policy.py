@@ -128,9 +128,7 @@ class PdPolicy:
         return [
             engine
             for engine in self._without(job, self._fleet.with_role("prefill", "both"))
-            # Two that serve both strokes do it as well alone.
-            if (engine.role, reader.role) != ("both", "both")
-            and engine.need(job.num_prompt_tokens, 0).blocks <= engine.num_blocks
+            if engine.need(job.num_prompt_tokens, 0).blocks <= engine.num_blocks
             and self._fleet.may_read(reader, engine, now_s)
         ]
 

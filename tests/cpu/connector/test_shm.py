@@ -18,10 +18,17 @@ from twostroke.connector import shm
 from twostroke.connector.base import KvMemory, TransferError
 from twostroke.connector.layout import pool_bytes, record_of
 from twostroke.connector.shm import ShmTransport, shared_memory
-from twostroke.connector.transfer import LEASE_ENDED, TransferWorker
+from twostroke.connector.transfer import TransferWorker
 from twostroke.errors import ConfigError
 from twostroke.kv.sizing import KvLayout
-from twostroke.kv_messages import KvCommands, KvEndpoint, KvLoad, KvReport, KvTicket
+from twostroke.kv_messages import (
+    LEASE_ENDED,
+    KvCommands,
+    KvEndpoint,
+    KvLoad,
+    KvReport,
+    KvTicket,
+)
 
 LAYOUT = record_of(KvLayout(num_layers=4, num_kv_heads=2, head_dim=64), 200, "model")
 BLOCK = pool_bytes(LAYOUT) // LAYOUT.num_blocks

@@ -108,11 +108,11 @@ class Outcome:
 
 
 def make_prompts(count: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of 20 to 1,500 tokens; every second begins like the one before it."""
+    """Prompts of 20 to 1,500 tokens; every fourth is long, every second like the one before."""
     rng = np.random.default_rng(seed)
     prompts: list[list[int]] = []
     for i in range(count):
-        length = int(rng.choice([20, 60, 200, 600, 1500]))
+        length = int(rng.integers(1200, 1500) if i % 4 == 0 else rng.choice([20, 60, 200, 600]))
         tokens = rng.integers(0, 256, length).tolist()
         if i % 2:
             shared = prompts[-1][: max(len(prompts[-1]) - 7, 1)]

@@ -124,9 +124,15 @@ class PdEngines:
         while it.state != "gone":
             await asyncio.sleep(0.01)
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int = 8, name: str = "r") -> Answer:
-        """Run one greedy request to its end, whatever that is."""
-        answer = Answer()
+    async def ask(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 8,
+        name: str = "r",
+        answer: Answer | None = None,
+    ) -> Answer:
+        """Run one greedy request to its end, whatever that is; `answer` is filled as it comes."""
+        answer = answer or Answer()
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         outputs = self.engine.generate(
             prompt, params, request_id=name, on_close=answer.records.extend

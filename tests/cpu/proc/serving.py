@@ -1,4 +1,4 @@
-"""Runs `twostroke serve` as a user would, in a process group of its own."""
+"""Runs twostroke's commands as a user would, each in a process group of its own."""
 
 import contextlib
 import os
@@ -16,12 +16,12 @@ import psutil
 START_S = 60
 
 
-class Served:
-    """A running server: its URL, its processes, what it printed."""
+class Command:
+    """A running command: its processes, what it printed."""
 
     def __init__(self, arguments: list[str], env: dict[str, str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "twostroke.cli", "serve", *arguments],
+            [sys.executable, "-m", "twostroke.cli", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -29,23 +29,33 @@ class Served:
             start_new_session=True,
         )
         self.lines: list[str] = []
-        self.url = ""
-        self._started = threading.Event()
+        self._news = threading.Condition()
+        self._ended = False
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.lines.append(line)
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-                self.url = found[0]
-                self._started.set()
-        self._started.set()
+            with self._news:
+                self.lines.append(line)
+                self._news.notify_all()
+        with self._news:
+            self._ended = True
+            self._news.notify_all()
 
-    def wait_started(self) -> None:
-        assert self._started.wait(START_S), self.output
-        assert self.url, self.output
+    def wait_for(self, pattern: str, *, times: int = 1) -> str:
+        """Wait until it has printed the pattern so often; returns the last that was found."""
+        found: list[str] = []
+
+        def is_there() -> bool:
+            found[:] = re.findall(pattern, self.output)
+            return len(found) >= times or self._ended
+
+        with self._news:
+            assert self._news.wait_for(is_there, START_S), self.output
+        assert len(found) >= times, self.output
+        return found[-1]
 
     @property
     def output(self) -> str:
@@ -53,17 +63,6 @@ class Served:
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
-
-    def core(self) -> psutil.Process:
-        return self.cores()[0]
-
-    def cores(self) -> list[psutil.Process]:
-        """The engine-core processes, in the order of their start, which is the engines' order."""
-        cores = [p for p in self.descendants() if "twostroke.proc.core_main" in p.cmdline()]
-        return sorted(cores, key=lambda process: process.pid)
-
-    def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30)
 
     def stop(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 30) -> int:
         self.process.send_signal(number)
@@ -76,6 +75,34 @@ class Served:
         self.process.stdout.close()
         return code
 
+    def end(self) -> None:
+        """Kill it with all its children, if it runs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.wait()
+
+
+class Served(Command):
+    """A running server and its URL."""
+
+    def __init__(self, arguments: list[str], env: dict[str, str]) -> None:
+        super().__init__(["serve", *arguments], env)
+        self.url = ""
+
+    def wait_started(self) -> None:
+        self.url = self.wait_for(r"http://127\.0\.0\.1:\d+")
+
+    def core(self) -> psutil.Process:
+        return self.cores()[0]
+
+    def cores(self) -> list[psutil.Process]:
+        """The engine-core processes, in the order of their start, which is the engines' order."""
+        cores = [p for p in self.descendants() if "twostroke.proc.core_main" in p.cmdline()]
+        return sorted(cores, key=lambda process: process.pid)
+
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30)
+
 
 @contextlib.contextmanager
 def serving(model: Path, *arguments: str, **env: str) -> Iterator[Served]:
@@ -85,6 +112,4 @@ def serving(model: Path, *arguments: str, **env: str) -> Iterator[Served]:
         served.wait_started()
         yield served
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(served.process.pid, signal.SIGKILL)
-        served.wait()
+        served.end()

@@ -5,18 +5,20 @@ import importlib.util
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cpu.proc.faults import MAX_TOKENS, MODEL, Runner, Schedule, make_prompts
-from tests.cpu.proc.pd_engines import PdEngines
+from tests.cpu.proc.pd_engines import Answer, PdEngines
 from twostroke.ledger import Interval
+from twostroke.router.dispatch import Role
 from twostroke.testing.tiny_model import write_tiny_checkpoint
 
 PROMPTS = make_prompts(12)
-LONG = max(range(len(PROMPTS)), key=lambda i: len(PROMPTS[i]))
+LONG = PROMPTS[0::4]  # they begin differently
 has_nixl = importlib.util.find_spec("nixl") is not None
 
 
@@ -96,41 +98,45 @@ def test_tokens_are_those_of_one_engine(
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(60):
         while not condition():
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
 
 def test_what_an_engine_loses_is_done_elsewhere(model: Path, right: list[list[int]]) -> None:
     """P is killed while it computes, while D reads, and while D decodes; then D itself."""
     engines = PdEngines(model, ["prefill", "decode"])
 
-    async def lose(role: str, when: Callable[[], object], max_tokens: int = MAX_TOKENS) -> Any:
-        asking = asyncio.create_task(engines.ask(PROMPTS[LONG], max_tokens))
-        await until(when)
+    async def lose(
+        role: Role, prompt: int, when: Callable[[Answer], object], max_tokens: int = MAX_TOKENS
+    ) -> Answer:
+        answer = Answer()
+        asking = asyncio.create_task(engines.ask(LONG[prompt], max_tokens, answer=answer))
+        await until(lambda: when(answer))
         (engine,) = engines.with_role(role)
         await engines.kill(engine)
-        answer = await asking
+        await asking
         engines.add(role)
         await engines.wait_ready()
         return answer
 
     async def work() -> None:
-        dispatcher = engines.engine.dispatcher
-        fleet = dispatcher.fleet
-        p, d = 0, 1
-        answer = await lose("prefill", lambda: fleet[p].num_legs)
-        assert answer.token_ids == right[LONG]
-        answer = await lose("prefill", lambda: fleet[p].num_holds)
-        assert answer.token_ids == right[LONG]
-        before = dict(dispatcher.counters.retries)
-        answer = await lose("prefill", lambda: fleet[d].growth_blocks, 200)
+        p, _ = engines.engine.dispatcher.fleet
+        answer = await lose("prefill", 0, lambda answer: p.num_legs)
+        assert answer.token_ids == right[0]
+        p, _ = engines.engine.dispatcher.fleet
+        answer = await lose("prefill", 1, lambda answer: p.num_holds)
+        assert answer.token_ids == right[4]
+        counters = engines.engine.dispatcher.counters
+        before = dict(counters.retries)
+        answer = await lose("prefill", 2, lambda answer: answer.token_ids, 200)
         assert (len(answer.token_ids), answer.finish_reason) == (200, "length")
-        assert answer.token_ids[:MAX_TOKENS] == right[LONG]
-        assert dispatcher.counters.retries == before  # D had all that it needed
-        answer = await lose("decode", lambda: fleet[d].growth_blocks, 200)
+        assert answer.token_ids[:MAX_TOKENS] == right[8]
+        assert counters.retries == before  # D had all that it needed
+        answer = await lose("decode", 0, lambda answer: answer.token_ids, 200)
         assert answer.finish_reason == "error"
         assert "engine 1: the engine-core process was killed by signal 9" in answer.error
-        answer = await engines.ask(PROMPTS[LONG], MAX_TOKENS)
-        assert answer.token_ids == right[LONG]
+        answer = await engines.ask(LONG[1], MAX_TOKENS)
+        assert answer.token_ids == right[4]
+        assert counters.decisions["handed_over", "always"] == 5
 
     run(engines, work)
 
@@ -143,32 +149,32 @@ def test_stalls_departures_bursts_and_new_roles(model: Path, right: list[list[in
     async def stall() -> None:
         """P stands still: D computes the prompt itself once time is up; then P is of use again."""
         engines.signal(0, signal.SIGSTOP)
-        answer = await engines.ask(PROMPTS[LONG], MAX_TOKENS)
+        answer = await engines.ask(LONG[0], MAX_TOKENS)
         engines.signal(0, signal.SIGCONT)
-        assert answer.token_ids == right[LONG]
+        assert answer.token_ids == right[0]
         assert sum(engines.engine.dispatcher.counters.retries.values()) == 1
 
     async def leave() -> None:
         """The client goes while P computes, while KV moves, while D decodes."""
-        fleet = engines.engine.dispatcher.fleet
-        states: list[Callable[[], object]] = [
-            lambda: fleet[0].num_legs,
-            lambda: fleet[0].num_holds,
-            lambda: fleet[1].growth_blocks,
+        p, _ = engines.engine.dispatcher.fleet
+        states: list[Callable[[Answer], object]] = [
+            lambda answer: p.num_legs,
+            lambda answer: p.num_holds,
+            lambda answer: answer.token_ids,
         ]
-        for state in states:
-            asking = asyncio.create_task(engines.ask(PROMPTS[LONG], 500))
-            await until(state)
+        for number, state in enumerate(states):
+            answer, prompt = Answer(), [number, *LONG[0]]
+            asking = asyncio.create_task(engines.ask(prompt, 500, answer=answer))
+            await until(partial(state, answer))
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             await engines.check_idle()
 
     async def burst() -> None:
         """Four times what D has room for: all are answered, and their ledgers say who waited."""
-        prompt = PROMPTS[LONG]
-        blocks = -(-(len(prompt) + MAX_TOKENS) // 16)
+        blocks = -(-(len(LONG[0]) + MAX_TOKENS) // 16)
         count = 4 * (219 // blocks + 1)
-        asked = [engines.ask([i % 256, *prompt[1:]], MAX_TOKENS) for i in range(count)]
+        asked = [engines.ask([i, i, *LONG[0]], MAX_TOKENS) for i in range(count)]
         answers = await asyncio.gather(*asked)
         assert [answer.finish_reason for answer in answers] == ["length"] * count
         waits = sorted(answer.seconds(Interval.HELD) for answer in answers)

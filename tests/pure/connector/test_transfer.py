@@ -13,8 +13,9 @@ from twostroke.clock import VirtualClock
 from twostroke.connector import transfer
 from twostroke.connector.base import KvMemory, TransferError
 from twostroke.connector.layout import pool_bytes
-from twostroke.connector.transfer import GIVEN_UP, LEASE_ENDED, RankReports, TransferWorker
+from twostroke.connector.transfer import GIVEN_UP, RankReports, TransferWorker
 from twostroke.kv_messages import (
+    LEASE_ENDED,
     KvCommands,
     KvEndpoint,
     KvLayoutRecord,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.pure.handoff.pair import faulty, make_pair, prompt_of
+from tests.pure.handoff.pair import faulty, fill, make_pair, prompt_of
 from twostroke.kv_messages import (
     KvLoadEnd,
     KvReady,
@@ -222,3 +222,35 @@ def test_the_ticket_has_the_blocks_of_the_end():
     d.receive(7, prompt, ticket)
     d.run()
     d.check_answer(7, prompt)
+
+
+def test_pieces_that_no_plan_has_told_of_are_taken_back():
+    p, d = make_pair(read_s=0.05)
+    prompt = prompt_of(1, 40)
+    for handle in (7, 8):
+        d.receive(handle, prompt, None)
+    d.run()
+    p.send(1, prompt, stream=True)
+    p.run()
+    first, second, last = p.ready
+    d.tell(KvReady(7, first.ticket, is_last=False))
+    d.turn()
+    d.tell(KvReady(7, second.ticket, is_last=False))
+    d.tell(KvReady(8, first.ticket, is_last=False))
+    d.abort(7, 8)
+    plan = d.turn()
+    assert plan.kv.loads == []
+    assert plan.kv.given_up == [1]  # of the other the worker knows nothing
+    d.run()
+    d.check_empty()
+    assert last.is_last
+
+
+def test_a_ticket_may_come_before_there_are_blocks():
+    p, d = make_pair()
+    fill(d)
+    d.receive(7, PROMPT, None)
+    d.turn()
+    d.tell(KvReady(7, p.ticket_for(1, PROMPT), is_last=True))
+    d.run()
+    d.check_answer(7, PROMPT)

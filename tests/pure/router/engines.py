@@ -183,9 +183,9 @@ class World:
         said = outputs({leg.handle: [5]}, events=events, kv_received=[received], stats=gauges)
         return self.say(index, said)
 
-    def failed(self, index: int, leg: AddRequest, reason: str = "transfer") -> EngineOutputs:
+    def failed(self, index: int, leg: AddRequest, error: str = "no route") -> EngineOutputs:
         """The decode leg's load failed."""
-        received = KvReceived(handle=leg.handle, error="no route", reason=reason)
+        received = KvReceived(handle=leg.handle, error=error)
         events = [(leg.handle, EventKind.FINISHED, self.clock.now())]
         ends = [(leg.handle, ERROR, None, "load: no route")]
         return self.say(index, outputs(events=events, ends=ends, kv_received=[received]))

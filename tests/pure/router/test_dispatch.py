@@ -4,7 +4,14 @@ import pytest
 
 from tests.pure.router.engines import LENGTH, World, ask, outputs, stats
 from twostroke.errors import EngineDeadError, RequestError
-from twostroke.kv_messages import KvConnect, KvDisconnect, KvReady, KvReceived, KvRenew
+from twostroke.kv_messages import (
+    KvConnect,
+    KvDisconnect,
+    KvLink,
+    KvReady,
+    KvReceived,
+    KvRenew,
+)
 from twostroke.ledger import DECODE_LEG, PREFILL_LEG, Boundary
 from twostroke.messages import EngineReady, EventKind, Finished, PrefillInfo, SamplingParams
 
@@ -305,10 +312,34 @@ def test_requests_wait_for_an_engine_that_loads_but_not_for_ever():
     assert world.sleep(0) is None
 
 
+def test_a_handshake_that_failed_is_tried_again_later():
+    world = World("prefill", "decode")
+    source = world.ids[0]
+    world.say(1, outputs(kv_links=[KvLink(engine_id=source, error="refused")]))
+    world.submit(ask(1))
+    assert world.added(0) == []
+    world.clock.advance_to(4.0)
+    world.say(1, outputs())
+    assert len(world.of(1, KvConnect)) == 1
+    world.clock.advance_to(6.0)
+    for _ in range(3):
+        world.say(1, outputs())
+    assert len(world.of(1, KvConnect)) == 2
+    world.say(1, outputs(kv_links=[KvLink(engine_id=source, error="refused")]))
+    world.clock.advance_to(12.0)
+    world.say(1, outputs())
+    assert len(world.of(1, KvConnect)) == 2  # twice as long
+    world.clock.advance_to(17.0)
+    world.say(1, outputs())
+    assert len(world.of(1, KvConnect)) == 3
+    world.say(1, outputs(kv_links=[KvLink(engine_id=source, bytes_per_s=1e9)]))
+    world.clock.advance_to(40.0)
+    world.submit(ask(2))
+    assert len(world.added(0)) == 1
+
+
 def test_a_link_that_cannot_be_is_not_used_and_transfers_are_measured():
     world = World("prefill", "decode", "decode")
-    from twostroke.kv_messages import KvLink
-
     world.say(1, outputs(kv_links=[KvLink(engine_id=world.ids[0], error="another model")]))
     for handle in range(1, 4):
         world.submit(ask(handle))

@@ -4,7 +4,7 @@ import pytest
 
 from tests.pure.router.engines import ABORT, ERROR, LENGTH, World, ask, outputs
 from twostroke.errors import EngineDeadError
-from twostroke.kv_messages import KvDisconnect, KvReady, KvReceived
+from twostroke.kv_messages import LEASE_ENDED, KvDisconnect, KvReady, KvReceived
 from twostroke.ledger import Boundary
 from twostroke.messages import EventKind, FinishReason
 
@@ -126,7 +126,7 @@ def test_a_failed_load_is_prefilled_where_it_decodes():
     world = World("prefill", "decode")
     world.submit(ask(1))
     ticket = world.prefilled(0, world.added(0)[0])
-    left = world.failed(1, world.added(1)[0], "lease")
+    left = world.failed(1, world.added(1)[0], LEASE_ENDED)
     assert left.finished == []
     assert left.events.kinds.tolist() == [Boundary.MOVED]  # not that it has finished
     again = world.added(1)[1]
@@ -136,7 +136,7 @@ def test_a_failed_load_is_prefilled_where_it_decodes():
     assert left.handles.tolist() == [1]
     assert left.finished[0].handle == 1
     counters = world.dispatcher.counters
-    assert (counters.failures, counters.recomputes) == ({"lease": 1}, {"lease": 1})
+    assert counters.failures == counters.recomputes == {"lease_ended": 1}
     assert world.released(0) == [ticket.transfer_id]
     world.check_empty()
 
