@@ -2,7 +2,7 @@
 
 from tests.pure.handoff.faults import run_schedules
 
-NUM_SCHEDULES = 120
+NUM_SCHEDULES = 200
 
 
 def test_no_schedule_hangs_leaks_or_answers_wrongly(capsys):

@@ -39,7 +39,8 @@ from twostroke.testing.link_with_faults import FakeNetwork, LinkWithFaults
 TO_ENGINE = decoder_for(ToEngine)
 FROM_ENGINE = decoder_for(EngineOutputs)
 BLOCK = 4
-POLL_S = 0.05  # longest step without rows: a worker waits in it for something to report
+POLL_S = 0.5  # longest step without rows: a worker waits in it for something to report
+PATIENCE_S = 0.01  # and no longer than this once something is in the inbox
 MESSAGE_S = 0.0005
 
 Role = Literal["prefill", "decode", "both"]
@@ -112,6 +113,8 @@ class SimEngine:
 
         def arrive() -> None:
             self.inbox.append(TO_ENGINE.decode(data))
+            if self.is_stepping and not self._has_rows:
+                self._collect_after(PATIENCE_S)
             self.wake()
 
         self.world.network.after(MESSAGE_S, arrive)
