@@ -183,14 +183,17 @@ class EngineConfig:
 
     @property
     def local_roles(self) -> tuple[Role, ...]:
-        """Roles of the engines that run here, in the order of their numbers.
+        """Roles of the engines that run here, in the order of their numbers."""
+        return () if self.ray else self.roles
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Roles of the engines that this process starts, here or, with Ray, elsewhere.
 
         A server that others may join has no engine of its own unless it is told to.
         """
         if self.join:
             return (self.role,)
-        if self.ray:
-            return ()
         if self.prefill or self.decode or self.engines_listen:
             counts: list[tuple[Role, int]] = [("prefill", self.prefill), ("decode", self.decode)]
         else:

@@ -36,6 +36,7 @@ from twostroke.metrics import Metrics
 from twostroke.proc.bars import StageBars
 from twostroke.proc.deployment import Deployment
 from twostroke.proc.launch import EngineGroup, startup_block
+from twostroke.proc.ray_engines import RayEngines
 from twostroke.router.dispatch import DispatchSettings
 
 logger = logging.getLogger("twostroke")
@@ -100,9 +101,13 @@ def run(
     engines: EngineGroup,
     listener: socket.socket,
     key: SharedKey | None,
+    cluster: RayEngines | None,
 ) -> int:
-    """Serve until stopped; returns the exit code. `key`: that of engines that may join."""
-    return uvloop.run(_run(config, explained, checkpoint, engines, listener, key))
+    """Serve until stopped; returns the exit code.
+
+    `key` is that of engines that may join; `cluster` starts some that do.
+    """
+    return uvloop.run(_run(config, explained, checkpoint, engines, listener, key, cluster))
 
 
 async def _run(
@@ -112,12 +117,15 @@ async def _run(
     engines: EngineGroup,
     listener: socket.socket,
     key: SharedKey | None,
+    cluster: RayEngines | None,
 ) -> int:
     tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint, config.tokenizer)
     bars = StageBars()
     engine = _make_engine(config, checkpoint, tokenizer, engines, bars)
     deployment = Deployment(config, checkpoint, engine, key) if config.hands_off else None
     engine.start()
+    if cluster is not None and deployment is not None and deployment.listener is not None:
+        cluster.start(deployment.listener.port)
     state = ServerState(
         engine=engine,
         tokenizer=tokenizer,
@@ -149,6 +157,8 @@ async def _run(
     died.cancel()
     failed = engine.dead is not None and not server.stopped_engine and not config.engines_listen
     await engine.close()
+    if cluster is not None:
+        await cluster.stop()
     if deployment is not None:
         await deployment.close()
     return 1 if failed else 0

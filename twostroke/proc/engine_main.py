@@ -14,11 +14,14 @@ The server is asked first, so that a wrong key or model is known before anything
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import secrets
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -31,8 +34,8 @@ from twostroke import checkpoint as checkpoints
 from twostroke.checkpoint import Checkpoint
 from twostroke.config import EngineConfig
 from twostroke.config_values import parse_address
-from twostroke.errors import ConfigError, EngineDeadError
-from twostroke.keys import SharedKey, read_key
+from twostroke.errors import ConfigError, EngineDeadError, ModelError, TwostrokeError
+from twostroke.keys import SharedKey, parse_key, read_key
 from twostroke.messages import (
     AbortRequests,
     EngineDead,
@@ -60,7 +63,10 @@ def run(config: EngineConfig) -> int:
         raise ConfigError(
             "twostroke engine has no server", hint="--join HOST:PORT names its --engines-listen"
         )
-    key = read_key(Path(config.key))
+    return _run(config, read_key(Path(config.key)))
+
+
+def _run(config: EngineConfig, key: SharedKey) -> int:
     with StageBars() as bars:
         checkpoint = checkpoints.resolve(config, bars.show)
     engine = RemoteEngine(config, checkpoint, key)
@@ -249,3 +255,41 @@ class _Tag(msgspec.Struct):
     """What kind of message it is."""
 
     type: str
+
+
+class Launch(msgspec.Struct):
+    """What a starter that is a program writes to our standard input, as one line of JSON.
+
+    It keeps the pipe open: when that closes, the starter is gone, and we leave. `kv_host` is where
+    others reach this host, unless the settings say so.
+    """
+
+    config: EngineConfig
+    key: str
+    kv_host: str = ""
+
+
+def main() -> None:
+    """Entry point of `python -m twostroke.proc.engine_main`, for starters that are programs."""
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    threading.Thread(target=_watch_starter, daemon=True).start()
+    config = launch.config
+    if not config.kv_host:
+        config = dataclasses.replace(config, kv_host=launch.kv_host)
+    log.setup(config.log_level)
+    try:
+        code = _run(config, parse_key(launch.key, "the key"))
+    except TwostrokeError as error:
+        logger.error("%s", error)
+        code = 2 if isinstance(error, ConfigError) else 3 if isinstance(error, ModelError) else 1
+    sys.exit(code)
+
+
+def _watch_starter() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

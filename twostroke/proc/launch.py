@@ -31,6 +31,7 @@ from twostroke.errors import ConfigError, EngineDeadError
 from twostroke.keys import read_key
 from twostroke.messages import Shutdown
 from twostroke.proc.bars import StageBars
+from twostroke.proc.ray_engines import RayEngines
 from twostroke.transport import ZmqEngineChannel
 
 logger = logging.getLogger("twostroke")
@@ -194,6 +195,7 @@ def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:
         checkpoint = _resolve(config)
         if config.trace:
             _begin_trace(config.trace)
+        cluster = RayEngines(config) if config.ray else None
         engines = start_engines(config, checkpoint)
     except BaseException:
         listener.close()
@@ -201,7 +203,7 @@ def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:
     try:
         from twostroke.proc.api_main import run
 
-        failed = run(config, explained, checkpoint, engines, listener, key) != 0
+        failed = run(config, explained, checkpoint, engines, listener, key, cluster) != 0
     finally:
         engine_code = engines.stop()
         listener.close()

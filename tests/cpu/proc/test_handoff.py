@@ -13,13 +13,14 @@ import pytest
 
 from tests.cpu.proc.faults import MAX_TOKENS, MODEL, Runner, Schedule, make_prompts
 from tests.cpu.proc.pd_engines import Answer, PdEngines
+from twostroke.connector.nixl_agent import PACKAGES
 from twostroke.ledger import Interval
 from twostroke.router.dispatch import Role
 from twostroke.testing.tiny_model import write_tiny_checkpoint
 
 PROMPTS = make_prompts(12)
 LONG = PROMPTS[0::4]  # they begin differently
-has_nixl = importlib.util.find_spec("nixl") is not None
+has_nixl = any(importlib.util.find_spec(name) for name in PACKAGES)
 
 
 @pytest.fixture(scope="module")
