@@ -136,3 +136,18 @@ def simulate(scenario: Scenario, *, on_done: Callable[[int], None] = lambda coun
     from twostroke.twin.world import World
 
     return World(scenario, on_done=on_done).run()
+
+
+def engine_name(index: int, groups: Sequence[EngineGroup]) -> str:
+    """P0, P1, D0, E0: role and number."""
+    role = groups[index].role
+    nth = sum(group.role == role for group in groups[:index])
+    return f"{ {'prefill': 'P', 'decode': 'D', 'both': 'E'}[role] }{nth}"
+
+
+def link_name(key: object, groups: Sequence[EngineGroup]) -> str:
+    """A link by its key in the network: the fabric, or the direction and the engine."""
+    assert isinstance(key, tuple)
+    if key == ("fabric",):
+        return "fabric"
+    return f"{engine_name(key[1], groups)} {key[0]}"

@@ -34,8 +34,10 @@ from twostroke.messages import (
     ToEngine,
 )
 from twostroke.router.dispatch import Dispatcher
+from twostroke.twin import scenario as scenarios
 from twostroke.twin.engine import TwinEngine
 from twostroke.twin.executor import CostExecutor
+from twostroke.twin.front import FrontEnd
 from twostroke.twin.lockstep import Lockstep, LockstepExecutor
 from twostroke.twin.record import Requests, Timeline
 from twostroke.twin.scenario import EngineGroup, EngineResult, Result, Scenario
@@ -43,6 +45,7 @@ from twostroke.twin.transfers import EngineTransfers, Fabric
 
 # Kinds of events in the order in which they happen at one moment.
 _STEP, _NETWORK, _MESSAGE, _ARRIVAL, _TIMER, _ROUSE = range(6)
+ROUTER = -1  # in the place of an engine's number: to the router, or from it alone
 _PARAMS = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -87,6 +90,7 @@ class World:
         if not roles - {"prefill"}:
             raise ConfigError("no engine decodes", hint="add some with --decode or --both")
         has_handoffs = roles != {"both"}
+        self._front = FrontEnd(groups[0].host)
         for index, group in enumerate(groups):
             self._add_engine(index, group, has_handoffs=has_handoffs)
         self._send_messages()
@@ -250,10 +254,12 @@ class World:
         self._push(at_s, _MESSAGE, next(self._order), (index, message))
 
     def _message(self, what: object, time_s: float) -> None:
-        """To an engine a message, from an engine what it did."""
+        """To an engine a message, from an engine what it did, from a client a request."""
         assert isinstance(what, tuple)
         index, message = what[:2]
-        if len(what) == 3:
+        if index == ROUTER:
+            self._submit(message, time_s)
+        elif len(what) == 3:
             self._take_decoded(index, message, what[2])
         elif isinstance(message, EngineOutputs):
             self._take_outputs(index, message, time_s)
@@ -269,7 +275,7 @@ class World:
         self._refresh_stats()
         outputs = self.dispatcher.on_time()
         if outputs is not None:
-            self._take_clients(outputs, self.clock.now())
+            self._take_clients(ROUTER, outputs, self.clock.now())
         self._send_messages()
 
     # ------------------------------------------------------------ clients
@@ -285,7 +291,17 @@ class World:
             max_tokens=int(workload.output_tokens[index]),
             arrival_s=time_s,
         )
-        ledger = self.requests.arrived(index, time_s)
+        self.requests.arrived(index, time_s)
+        if delay_s := self._front.delay_s(len(request.prompt_token_ids)):
+            self._push(time_s + delay_s, _MESSAGE, next(self._order), (ROUTER, request))
+        else:
+            self._submit(request, time_s)
+
+    def _submit(self, request: AddRequest, time_s: float) -> None:
+        """The router has a client's request."""
+        index = request.handle
+        ledger = self.requests.ledgers[index]
+        assert ledger is not None
         self._refresh_stats()
         try:
             ledger.mark(self.dispatcher.submit(request), time_s)
@@ -357,7 +373,7 @@ class World:
     def _take_outputs(self, engine: int, outputs: EngineOutputs, time_s: float) -> None:
         if self.dispatcher.num_waiting or outputs.finished:
             self._refresh_stats(but=engine)
-        self._take_clients(self.dispatcher.on_outputs(engine, outputs), time_s)
+        self._take_clients(engine, self.dispatcher.on_outputs(engine, outputs), time_s)
         self._send_messages()
 
     def _take_decoded(self, engine: int, rows: EngineOutputs, times_s: Float64s) -> None:
@@ -365,12 +381,14 @@ class World:
         handles = self.dispatcher.on_outputs(engine, rows).handles
         if len(handles):
             self._resumed(handles, float(times_s[0]))
+            times_s = self._front.delivered_many(engine, times_s, len(handles))
             self.requests.tokens_many(handles, times_s)
         self._send_messages()
 
-    def _take_clients(self, outputs: EngineOutputs, time_s: float) -> None:
-        """What is left for clients."""
+    def _take_clients(self, engine: int, outputs: EngineOutputs, time_s: float) -> None:
+        """What is left for clients, who have it a little later."""
         requests = self.requests
+        client_s = self._front.delivered_s(engine, time_s, len(outputs.handles))
         if (events := outputs.events) is not None:
             for index, kind, at_s in zip(
                 events.handles.tolist(), events.kinds.tolist(), events.times_s.tolist(), strict=True
@@ -383,10 +401,10 @@ class World:
             requests.cached_tokens[prefill.handle] = prefill.cached_tokens
         if len(outputs.handles):
             self._resumed(outputs.handles, time_s)
-            requests.tokens(outputs.handles, time_s)
+            requests.tokens(outputs.handles, client_s)
         for end in outputs.finished:
             failed = end.reason in (FinishReason.ERROR, FinishReason.ABORT)
-            self._ended(end.handle, time_s, (end.error or "aborted") if failed else "")
+            self._ended(end.handle, client_s, (end.error or "aborted") if failed else "")
 
     def _resumed(self, handles: Int64s, time_s: float) -> None:
         """Preempted requests that have a token again."""
@@ -426,7 +444,7 @@ class World:
         tpot_s = np.where(done, (requests.last_s - requests.first_s) / gaps, np.nan)
         gap_s, gap_counts = requests.gaps.columns()
         network = self._fabric.network
-        names = {key: _link_name(key, self._groups) for key in network.links}
+        names = {key: scenarios.link_name(key, self._groups) for key in network.links}
         return Result(
             scenario=self.scenario,
             duration_s=self._end_s - float(np.nanmin(arrival_s, initial=self._end_s)),
@@ -456,7 +474,7 @@ class World:
         group, stats = self._groups[engine.index], engine.core.stats()
         moved = self._transfers[engine.index] if self._transfers else None
         return EngineResult(
-            name=_engine_name(engine.index, self._groups),
+            name=scenarios.engine_name(engine.index, self._groups),
             role=group.role,
             timeline=self._timelines[engine.index].columns(),
             busy_s=engine.executor.busy_s,
@@ -476,17 +494,3 @@ def _followers(after: Int32s) -> dict[int, list[int]]:
     for index in np.flatnonzero(after >= 0).tolist():
         followers.setdefault(int(after[index]), []).append(index)
     return followers
-
-
-def _engine_name(index: int, groups: list[EngineGroup]) -> str:
-    """P0, P1, D0, E0: role and number."""
-    role = groups[index].role
-    nth = sum(group.role == role for group in groups[:index])
-    return f"{ {'prefill': 'P', 'decode': 'D', 'both': 'E'}[role] }{nth}"
-
-
-def _link_name(key: object, groups: list[EngineGroup]) -> str:
-    assert isinstance(key, tuple)
-    if key == ("fabric",):
-        return "fabric"
-    return f"{_engine_name(key[1], groups)} {key[0]}"

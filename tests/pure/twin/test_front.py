@@ -1,0 +1,35 @@
+"""The front end's share of latencies: added once, in order, and the same at any speed."""
+
+import numpy as np
+import pytest
+
+from tests.pure.twin.deployments import group, run
+from twostroke.cost import HostCost
+
+FRONT = HostCost(frontend_s=0.003, frontend_token_s=1e-5, deliver_s=0.002, deliver_row_s=1e-4)
+SPEC = "poisson:30/s,in=uniform(20,400),out=uniform(2,60),n=50"
+
+
+def test_a_lone_request_is_later_by_the_front_end() -> None:
+    load = "constant:1/s,in=100,out=5,n=1"
+    plain, fronted = run([group()], load), run([group(host=FRONT)], load)
+    later_s = 0.003 + 100 * 1e-5 + 0.002 + 1e-4
+    assert fronted.ttft_s - plain.ttft_s == pytest.approx([later_s])
+    assert fronted.tpot_s == pytest.approx(plain.tpot_s)
+
+
+def test_a_handoff_passes_the_front_end_once() -> None:
+    load = "constant:1/s,in=100,out=5,n=1"
+    plain = run([group("prefill"), group("decode")], load)
+    fronted = run([group("prefill", host=FRONT), group("decode", host=FRONT)], load)
+    later_s = 0.003 + 100 * 1e-5 + 0.002 + 1e-4
+    assert fronted.ttft_s - plain.ttft_s == pytest.approx([later_s])
+
+
+@pytest.mark.parametrize("roles", [("both",), ("prefill", "decode")])
+def test_fast_forward_changes_nothing(roles: tuple[str, ...]) -> None:
+    engines = [group(role, 2, host=FRONT) for role in roles]
+    fast, slow = (run(engines, SPEC, fast_forward=fast) for fast in (True, False))
+    assert fast.done.all()
+    for name in ("ttft_s", "tpot_s", "e2e_s", "intervals_s"):
+        assert np.array_equal(getattr(fast, name), getattr(slow, name)), name
