@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from twostroke.bench.options import ServeOptions, ThroughputOptions, TransferOptions
+from twostroke.bench.options import ServeOptions, StepOptions, ThroughputOptions, TransferOptions
 from twostroke.cli_flags import ONLINE_ONLY, EngineFlags, with_engine_flags, with_flags_of
 from twostroke.errors import ConfigError
 
@@ -60,6 +60,38 @@ def bench_throughput(flags: EngineFlags, options: ThroughputOptions, json: Json 
     print(offline.table_of([measured]))
     if json:
         print(report.json_line(offline.result_of(measured)))
+
+
+@bench_app.command("step")
+@with_engine_flags(ONLINE_ONLY)
+@with_flags_of(StepOptions)
+def bench_step(flags: EngineFlags, options: StepOptions, json: Json = False) -> None:
+    """Show where the time of a worker's step goes, kernel by kernel, beside the machine's limit."""
+    import os
+
+    settings, _ = flags.resolve()
+    from twostroke import checkpoint
+    from twostroke.bench import report, step_report
+    from twostroke.proc.launch import CHILD_ENVIRONMENT
+
+    os.environ |= CHILD_ENVIRONMENT | os.environ  # before torch is imported
+    from twostroke.proc.step_timing import StepTimer
+
+    with _progress_bar() as bar:
+        task = bar.add_task("loading", total=len(options.rows))
+        timer = StepTimer(settings, checkpoint.resolve(settings))
+        ceilings, steps = timer.ceilings(), []
+        for rows in options.rows:
+            bar.update(task, description=f"{rows} requests")
+            steps.append(timer.measure(rows, options.tokens, options.context))
+            bar.advance(task)
+    print(
+        f"memory gives {ceilings.read_gb_per_s:.1f} GB/s, large products reach "
+        f"{ceilings.gflop_per_s:,.0f} GFLOP/s\n"
+    )
+    print("\n\n".join(step_report.table_of(step, ceilings) for step in steps))
+    if json:
+        print(report.json_line(step_report.result_of(steps, ceilings)))
 
 
 @bench_app.command("transfer")

@@ -112,8 +112,8 @@ def _typed_option(field: "dataclasses.Field[Any]", kind: Any) -> inspect.Paramet
     """A flag that typer itself converts and bounds."""
     flag = "--" + field.name.replace("_", "-")
     default = field.default
-    if default is dataclasses.MISSING:  # a list: the flag may be repeated
-        default = []
+    if field.default_factory is not dataclasses.MISSING:  # a list: the flag may be repeated
+        default = field.default_factory()
     info = typer.Option(
         flag,
         help=field.metadata["doc"],

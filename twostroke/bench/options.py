@@ -17,6 +17,15 @@ def _option(default: Any, doc: str, *, minimum: float | None = None) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Where a step's time goes (`twostroke bench step`)."""
+
+    rows: list[int] = _option([1, 16, 64], "requests of a step; give it several times")
+    tokens: int = _option(1, "tokens of each: 1 is a decode, more a piece of a prompt", minimum=1)
+    context: int = _option(256, "tokens of each that are computed already", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Load on a running server (`twostroke bench serve`)."""
 

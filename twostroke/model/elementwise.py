@@ -85,6 +85,7 @@ class Kernels:
     def __init__(self) -> None:
         from twostroke.model import elementwise_kernels as compiled
 
+        self._num_arguments = compiled.NUM_ARGUMENTS
         self.add_norm = compiled.address("add_norm")
         self.rotate = compiled.address("rotate")
         self.silu_multiply = compiled.address("silu_multiply")
@@ -105,7 +106,9 @@ class Kernels:
         threads = (
             torch.get_num_threads() if self._openmp is not None and rows >= _SHARED_ROWS else 1
         )
-        values = np.array((*self.first(rows, threads), *arguments), np.int64)
+        values = np.zeros(self._num_arguments, np.int64)
+        given = (*self.first(rows, threads), *arguments)
+        values[: len(given)] = given
         if threads == 1:
             self._call(address)(values.ctypes.data)
         else:

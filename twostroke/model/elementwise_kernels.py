@@ -61,6 +61,19 @@ def _scale_of(sums: Any, count: int, eps: float) -> Any:
 
 
 @inner
+def group_sums_rows(x: int, sums: int, first: int, last: int, groups: int) -> None:
+    """Sums of each GROUP values of x, bfloat16 [rows, groups * GROUP]; float32 [rows, groups]."""
+    for row in range(first, last):
+        values = halves(x + row * groups * GROUP * 2, groups * GROUP)
+        out = floats(sums + row * groups * 4, groups)
+        for group in range(groups):
+            total = np.float32(0.0)
+            for i in range(group * GROUP, (group + 1) * GROUP):
+                total += from_bf16(values[i])
+            out[group] = total
+
+
+@inner
 def add_norm_rows(
     h: int, y: int, weight: int, x: int, first: int, last: int, width: int, eps: float
 ) -> None:
@@ -141,22 +154,9 @@ def silu_multiply_rows(gate_up: int, out: int, first: int, last: int, width: int
             target[i] = to_bf16(silu * from_bf16(up[i]))
 
 
-@inner
-def group_sums_rows(x: int, sums: int, first: int, last: int, groups: int) -> None:
-    """Sums of each GROUP values of x, bfloat16 [rows, groups * GROUP]; float32 [rows, groups]."""
-    for row in range(first, last):
-        values = halves(x + row * groups * GROUP * 2, groups * GROUP)
-        out = floats(sums + row * groups * 4, groups)
-        for group in range(groups):
-            total = np.float32(0.0)
-            for i in range(group * GROUP, (group + 1) * GROUP):
-                total += from_bf16(values[i])
-            out[group] = total
-
-
 # ---------------------------------------------------------------- C functions
 # `void kernel(int64 *arguments)`: rows, threads, address of omp_get_thread_num (0: one thread),
-# then what is unpacked below.
+# then what is unpacked below. Where the last is not 0, the result's group sums go there.
 
 NUM_ARGUMENTS = 10
 
@@ -172,6 +172,8 @@ def _add_norm(arguments: Any) -> None:
     a = numba.carray(arguments, NUM_ARGUMENTS)
     first, last = _share(a)
     add_norm_rows(a[3], a[4], a[5], a[6], first, last, a[7], float_of(np.int32(a[8])))
+    if a[9]:
+        group_sums_rows(a[6], a[9], first, last, a[7] // GROUP)
 
 
 def _rotate(arguments: Any) -> None:
@@ -185,6 +187,8 @@ def _silu_multiply(arguments: Any) -> None:
     a = numba.carray(arguments, NUM_ARGUMENTS)
     first, last = _share(a)
     silu_multiply_rows(a[3], a[4], first, last, a[5])
+    if a[6]:
+        group_sums_rows(a[4], a[6], first, last, a[5] // GROUP)
 
 
 def _group_sums(arguments: Any) -> None:

@@ -43,7 +43,10 @@ class Linear:
     other form, all do.
     """
 
-    __slots__ = ("_bias", "_packed", "_weight", "few_rows", "quantised", "weight_bytes")
+    __slots__ = (
+        *("_bias", "_packed", "_weight", "_weight_bytes"),
+        *("few_rows", "num_weights", "quantised", "weight_bytes"),
+    )
 
     def __init__(
         self,
@@ -58,7 +61,11 @@ class Linear:
         self.few_rows: FewRows | None = None
         if self.quantised is not None:
             self.weight_bytes += self.quantised.nbytes
+        self.num_weights = self._weight_bytes = 0
+        if quantised is not None:
+            self.num_weights = quantised.values.numel()
         if weight is not None:
+            self.num_weights, self._weight_bytes = weight.numel(), weight.nbytes
             self.weight_bytes += weight.nbytes
             self._packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
         if weight is not None and self._packed:
@@ -66,7 +73,7 @@ class Linear:
             self.few_rows = few_rows(self._weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._takes_quantised(x):
+        if self._takes_few_bits(len(x)):
             assert self.quantised is not None
             return self.quantised(x.contiguous())
         assert self._weight is not None
@@ -76,12 +83,19 @@ class Linear:
             return _packed_linear(x, self._weight, self._bias)
         return F.linear(x, self._weight, self._bias)
 
-    def _takes_quantised(self, x: Tensor) -> bool:
-        return self.quantised is not None and (self._weight is None or len(x) <= MAX_QUANTISED_ROWS)
+    def bytes_read(self, num_rows: int) -> int:
+        """Of the weight, in a product with that many rows."""
+        if self.quantised is not None and self._takes_few_bits(num_rows):
+            return self.quantised.nbytes
+        return self._weight_bytes
+
+    def _takes_few_bits(self, num_rows: int) -> bool:
+        few = self._weight is None or num_rows <= MAX_QUANTISED_ROWS
+        return self.quantised is not None and few
 
     def in_float32(self, x: Tensor) -> Tensor:
         """The product with its sums kept in float32 where the kernel can, else widened."""
-        if self._takes_quantised(x):
+        if self._takes_few_bits(len(x)):
             assert self.quantised is not None
             y = torch.empty((x.shape[0], self.quantised.out), dtype=torch.float32)
             return self.quantised.into(y, x.contiguous())

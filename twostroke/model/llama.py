@@ -59,9 +59,9 @@ class DecoderModel:
         self._embedding = embedding
         self.layers = layers
         self.final_norm = final_norm
-        self._lm_head = lm_head
+        self.lm_head = lm_head
         self.rotary = Rotary(shape, embedding.device)
-        self._elementwise = make_elementwise(embedding.device, embedding.dtype)
+        self.elementwise = make_elementwise(embedding.device, embedding.dtype)
         linears = sum(
             layer.qkv.weight_bytes + layer.output.weight_bytes + layer.mlp.weight_bytes
             for layer in layers
@@ -76,7 +76,7 @@ class DecoderModel:
         num_heads, num_kv_heads = self.shard.num_heads, self.shard.num_kv_heads
         rotated = num_heads + num_kv_heads
         heads = (-1, rotated + num_kv_heads, head_dim)
-        all_reduce, ops = self._group.all_reduce, self._elementwise
+        all_reduce, ops = self._group.all_reduce, self.elementwise
         rotations = self.rotary.rotations(positions)
         h = self.embed(token_ids).float()
         added: Tensor | None = None  # what the last layer adds to h
@@ -92,7 +92,7 @@ class DecoderModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, hidden] -> logits [R, vocab], float32; [0, vocab] but on rank 0."""
         vocab_size = self.shape.vocab_size
-        parts = self._group.gather(self._lm_head.in_float32(hidden))
+        parts = self._group.gather(self.lm_head.in_float32(hidden))
         if len(parts) == 1:
             return parts[0]
         if not parts:

@@ -8,6 +8,7 @@ to the last bit; what is saved is the way to them (some 3 ms of a step of SmolLM
 Weights that are kept in 4 or 8 bits have a program of their own, for very few tokens.
 """  # noqa: E501
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +25,7 @@ from twostroke.model.quantised import GROUP
 from twostroke.worker.attention import PagedAttention
 
 if TYPE_CHECKING:
+    from twostroke.model.program import Program
     from twostroke.worker.attention_numba import NumbaAttention
 
 
@@ -81,6 +83,27 @@ class FewTokens:
         next(table for most, table in self._programs if count <= most).run(count)
         return buffers.x[:count]
 
+    def programs_by_kind(self, num_tokens: int) -> dict[str, tuple[int, Callable[[], None]]]:
+        """The kernels of a step of that many tokens, kind by kind: their number, and their run.
+
+        To find out what takes how long; what they compute is of no use. A step must have been run.
+        """
+        from twostroke.model.program import Program
+
+        table = next(table for most, table in self._programs if num_tokens <= most)
+        return {
+            kind: (len(calls), self._run_alone(table, Program(calls), num_tokens))
+            for kind, calls in table.calls_by_kind.items()
+        }
+
+    def _run_alone(self, table: "_Table", program: "Program", count: int) -> Callable[[], None]:
+        def run() -> None:
+            self._attention.begin()
+            table.begin(count)
+            program.run()
+
+        return run
+
 
 class _Buffers:
     """What kernels hand to each other, for MAX_ROWS tokens."""
@@ -125,17 +148,28 @@ class _Table:
         self._threads = torch.get_num_threads()
         num_layers = len(model.layers)
         self._products = np.zeros((4 * num_layers, tile_ir.NUM_ARGUMENTS), np.int64)
-        self._small = np.zeros((8 * num_layers + 1, NUM_ARGUMENTS), np.int64)
+        self._small = np.zeros((5 * num_layers + 1, NUM_ARGUMENTS), np.int64)
         self._num_products = self._num_small = 0
         self._calls: list[tuple[int, int]] = []
+        self._kinds: list[str] = []
         self._list_calls(model, buffers, attention)
         self._program = Program(self._calls)
 
     def run(self, num_tokens: int) -> None:
+        self.begin(num_tokens)
+        self._program.run()
+
+    def begin(self, num_tokens: int) -> None:
         self._products[:, tile_ir.ROWS] = num_tokens
         self._products[:, tile_ir.TICKET] = 0
         self._small[:, 0] = num_tokens
-        self._program.run()
+
+    @property
+    def calls_by_kind(self) -> dict[str, list[tuple[int, int]]]:
+        by_kind: dict[str, list[tuple[int, int]]] = {}
+        for kind, call in zip(self._kinds, self._calls, strict=True):
+            by_kind.setdefault(kind, []).append(call)
+        return by_kind
 
     def _list_calls(
         self, model: DecoderModel, buffers: _Buffers, attention: list[tuple[int, int]]
@@ -151,38 +185,52 @@ class _Table:
             mlp = layer.mlp
             assert isinstance(mlp, Mlp)
             norm = 0 if layer.qk_norm is None else layer.qk_norm.data_ptr()
-            self._add(kernel.add_norm, h, added, layer.input_norm.data_ptr(), x, hidden, eps)
-            self._multiply(layer.qkv, x, qkv)
-            self._add(*(kernel.rotate, qkv, rotations, norm, rotated, heads, shape.head_dim, eps))
-            self._calls.append(attend)
-            self._multiply(layer.output, attended, y)
-            self._add(kernel.add_norm, h, y, layer.mlp_norm.data_ptr(), x, hidden, eps)
-            self._multiply(mlp.gate_up, x, gate_up)
-            self._add(kernel.silu_multiply, gate_up, act, _width(mlp.gate_up) // 2)
-            self._multiply(mlp.down, act, y)
+            norms = layer.input_norm.data_ptr(), layer.mlp_norm.data_ptr()
+            sums = [self._sums_for(it) for it in (layer.qkv, mlp.gate_up, mlp.down)]
+            self._add("norm", kernel.add_norm, h, added, norms[0], x, hidden, eps, sums[0])
+            self._multiply("qkv", layer.qkv, x, qkv)
+            turn = (qkv, rotations, norm, rotated, heads, shape.head_dim, eps)
+            self._add("rotate", kernel.rotate, *turn)
+            self._call("attention", attend)
+            if sums_of_attended := self._sums_for(layer.output):
+                groups = shard.num_heads * shape.head_dim // GROUP
+                self._add("group sums", kernel.group_sums, attended, sums_of_attended, groups)
+            self._multiply("output", layer.output, attended, y)
+            self._add("norm", kernel.add_norm, h, y, norms[1], x, hidden, eps, sums[1])
+            self._multiply("gate, up", mlp.gate_up, x, gate_up)
+            width = _width(mlp.gate_up) // 2
+            self._add("SiLU", kernel.silu_multiply, gate_up, act, width, sums[2])
+            self._multiply("down", mlp.down, act, y)
             added = y
-        self._add(kernel.add_norm, h, added, model.final_norm.data_ptr(), x, hidden, eps)
+        self._add("norm", kernel.add_norm, h, added, model.final_norm.data_ptr(), x, hidden, eps, 0)
 
-    def _add(self, address: int, *arguments: int) -> None:
+    def _sums_for(self, linear: Linear) -> int:
+        """Where the linear layer, in this program, wants the group sums of its input; else 0."""
+        quantised = linear.quantised
+        return self._sums if self._few_bits and quantised and quantised.needs_sums else 0
+
+    def _call(self, kind: str, call: tuple[int, int]) -> None:
+        self._kinds.append(kind)
+        self._calls.append(call)
+
+    def _add(self, kind: str, address: int, *arguments: int) -> None:
         """One of the small kernels."""
         row = self._small[self._num_small]
         self._num_small += 1
         values = (*self._kernel.first(0, self._threads), *arguments)
         row[: len(values)] = values
-        self._calls.append((address, row.ctypes.data))
+        self._call(kind, (address, row.ctypes.data))
 
-    def _multiply(self, linear: Linear, x: int, y: int) -> None:
+    def _multiply(self, kind: str, linear: Linear, x: int, y: int) -> None:
         """A product, with the form of the weight that this program takes."""
         row = self._products[self._num_products]
         self._num_products += 1
         quantised = linear.quantised
         if quantised is not None and self._few_bits:
-            if quantised.needs_sums:
-                self._add(self._kernel.group_sums, x, self._sums, quantised.num_groups)
-            self._calls.append(quantised.call(x, self._sums, y, row))
+            self._call(kind, quantised.call(x, self._sums, y, row))
         else:
             assert linear.few_rows is not None
-            self._calls.append(linear.few_rows.call(x, y, row))
+            self._call(kind, linear.few_rows.call(x, y, row))
 
 
 def _width(linear: Linear) -> int:
