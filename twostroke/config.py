@@ -33,6 +33,7 @@ ENV_PREFIX = "TWOSTROKE_"
 MAX_SPECULATIVE_TOKENS = 128  # vLLM's bound
 MAX_SHUTDOWN_TIMEOUT_S = 86_400
 MAX_HANDOFF_TIMEOUT_S = 86_400
+ANY_ADDRESS = ("0.0.0.0", "::", "*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,9 +266,9 @@ def resolve(
             take(name, value, sources["speculative_config"][0], f"{name} of --speculative-config")
     config = EngineConfig(**values)
     _check(config)
-    if config.hands_off and config.kv_transport == "auto":
-        values["kv_transport"], reason = _derive_transport(config)
-        sources["kv_transport"] = ("derived", reason)
+    if config.hands_off:
+        for name, (value, reason) in _derive_handoff(config).items():
+            values[name], sources[name] = value, ("derived", reason)
         config = EngineConfig(**values)
     explained = [
         Explained(
@@ -424,6 +425,26 @@ def _check_joining(config: EngineConfig) -> None:
         raise ConfigError(
             f"--engine-timeout-s is {config.engine_timeout_s}; it must be from 1 to 3600"
         )
+
+
+def _derive_handoff(config: EngineConfig) -> dict[str, tuple[str, str]]:
+    """What follows for --kv-transport and --kv-host, by name, with the reason."""
+    derived: dict[str, tuple[str, str]] = {}
+    transport: str = config.kv_transport
+    if transport == "auto":
+        derived["kv_transport"] = transport, _ = _derive_transport(config)
+    if transport != "nixl" or config.kv_host or not (config.engines_listen and config.local_roles):
+        return derived
+    host, _ = parse_address(config.engines_listen, "--engines-listen")
+    if host in ANY_ADDRESS:
+        raise ConfigError(
+            f"--engines-listen {config.engines_listen} does not say at which address others read "
+            "the KV of the engines here",
+            hint="give it with --kv-host",
+        )
+    if not is_loopback(host):
+        derived["kv_host"] = host, "--engines-listen"
+    return derived
 
 
 def _derive_transport(config: EngineConfig) -> tuple[Literal["shm", "nixl"], str]:

@@ -68,18 +68,13 @@ def read_key(path: Path) -> SharedKey:
         )
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(f"the key {path} belongs to another user: uid {status.st_uid}")
-    return parse_key(text.decode("ascii", "replace"), str(path))
-
-
-def parse_key(text: str, name: str) -> SharedKey:
-    """The key written as in a file; `name` is for the ConfigError if it is none."""
     try:
-        key = bytes.fromhex(text)
+        key = bytes.fromhex(text.decode("ascii"))
         if len(key) != KEY_BYTES:
             raise ValueError
     except ValueError:
         raise ConfigError(
-            f"{name} is not a key: it must hold {2 * KEY_BYTES} hexadecimal digits", hint=MADE_BY
+            f"{path} is not a key: it must hold {2 * KEY_BYTES} hexadecimal digits", hint=MADE_BY
         ) from None
     return SharedKey(server=_pair(key, b"twostroke-server"), engine=_pair(key, b"twostroke-engine"))
 

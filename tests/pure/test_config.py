@@ -182,6 +182,17 @@ def test_the_transport_follows_from_where_the_engines_are(flags, transport, reas
     assert sources({})["kv_transport"][:2] == ("auto", "default")
 
 
+def test_where_other_hosts_read_the_kv_of_engines_here():
+    remote = LISTEN | {"prefill": 1, "engines_listen": "10.0.0.1:1"}
+    assert sources(remote)["kv_host"] == ("10.0.0.1", "derived", "--engines-listen")
+    assert sources(remote | {"kv_host": "h"})["kv_host"][:2] == ("h", "flag")
+    assert sources(LISTEN | {"prefill": 1, "kv_transport": "nixl"})["kv_host"][0] == ""
+    any_address = remote | {"engines_listen": "0.0.0.0:1"}
+    assert sources(any_address | {"prefill": None})["kv_host"][0] == ""  # all engines join
+    with pytest.raises(ConfigError, match=r"at which address others read .*--kv-host"):
+        resolve(any_address, environ={})
+
+
 def test_vllms_speculative_config_sets_ours():
     given = '{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 4}'
     found = sources({}, environ={"TWOSTROKE_SPECULATIVE_CONFIG": given})

@@ -21,6 +21,7 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
@@ -33,9 +34,9 @@ from twostroke import __version__, log
 from twostroke import checkpoint as checkpoints
 from twostroke.checkpoint import Checkpoint
 from twostroke.config import EngineConfig
-from twostroke.config_values import parse_address
+from twostroke.config_values import is_loopback, parse_address
 from twostroke.errors import ConfigError, EngineDeadError, ModelError, TwostrokeError
-from twostroke.keys import SharedKey, parse_key, read_key
+from twostroke.keys import SharedKey, read_key
 from twostroke.messages import (
     AbortRequests,
     EngineDead,
@@ -63,10 +64,9 @@ def run(config: EngineConfig) -> int:
         raise ConfigError(
             "twostroke engine has no server", hint="--join HOST:PORT names its --engines-listen"
         )
-    return _run(config, read_key(Path(config.key)))
-
-
-def _run(config: EngineConfig, key: SharedKey) -> int:
+    key = read_key(Path(config.key))
+    if config.kv_transport == "nixl" and not config.kv_host:
+        config = dataclasses.replace(config, kv_host=_address_towards(config.join))
     with StageBars() as bars:
         checkpoint = checkpoints.resolve(config, bars.show)
     engine = RemoteEngine(config, checkpoint, key)
@@ -74,6 +74,22 @@ def _run(config: EngineConfig, key: SharedKey) -> int:
         return asyncio.run(engine.run())
     finally:
         engine.stop()
+
+
+def _address_towards(server: str) -> str:
+    """Our address on the way to the server, where its other engines reach us too; "": this host."""
+    host, port = parse_address(server, "--join")
+    if is_loopback(host):
+        return ""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"cannot find the way to {server}: {error}", hint="give our address with --kv-host"
+        ) from None
 
 
 class RemoteEngine:
@@ -273,16 +289,22 @@ def main() -> None:
     """Entry point of `python -m twostroke.proc.engine_main`, for starters that are programs."""
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     threading.Thread(target=_watch_starter, daemon=True).start()
-    config = launch.config
-    if not config.kv_host:
-        config = dataclasses.replace(config, kv_host=launch.kv_host)
-    log.setup(config.log_level)
+    with tempfile.TemporaryDirectory(prefix="twostroke-") as directory:  # mode 0700
+        key = Path(directory) / "key"  # the core and its workers read it, too
+        key.touch(mode=0o600)
+        key.write_text(launch.key, encoding="ascii")
+        kv_host = launch.config.kv_host or launch.kv_host
+        code = _run_or_say_why(dataclasses.replace(launch.config, key=str(key), kv_host=kv_host))
+    sys.exit(code)
+
+
+def _run_or_say_why(config: EngineConfig) -> int:
+    """As on the command line, but for the colour."""
     try:
-        code = _run(config, parse_key(launch.key, "the key"))
+        return run(config)
     except TwostrokeError as error:
         logger.error("%s", error)
-        code = 2 if isinstance(error, ConfigError) else 3 if isinstance(error, ModelError) else 1
-    sys.exit(code)
+        return 2 if isinstance(error, ConfigError) else 3 if isinstance(error, ModelError) else 1
 
 
 def _watch_starter() -> None:

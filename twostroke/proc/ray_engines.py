@@ -4,9 +4,9 @@ Ray places and watches, no more: an actor on a node runs `twostroke engine`'s pr
 joins the server over TCP like any other. If a node is lost, Ray starts the actor on another one;
 if the engine crashes, the actor is asked to run it again. Messages and KV never pass through Ray.
 
-The key travels in the call to the actor, from process to process, and is written nowhere; how safe
-that is, is how safe Ray's own connections are (`RAY_USE_TLS`). Who can submit to the cluster can
-run anything on it anyway.
+The key travels in the call to the actor, from process to process, and lies on the node in a file
+for this user alone while the engine runs. The way is as safe as Ray's own connections are
+(`RAY_USE_TLS`); who can submit to the cluster can run anything on it anyway.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from twostroke.config import EngineConfig, Role
+from twostroke.config import ANY_ADDRESS, EngineConfig, Role
 from twostroke.config_values import parse_address
 from twostroke.errors import ConfigError
 
@@ -28,7 +28,6 @@ logger = logging.getLogger("twostroke")
 MAX_STARTS = 10  # of one engine
 SLOW_S = 30.0  # after which somebody should know that Ray has no place for an engine
 STOP_S = 20.0
-ANY_HOST = ("0.0.0.0", "::", "*")
 
 
 class EngineActor:
@@ -84,7 +83,7 @@ class RayEngines:
     def start(self, port: int) -> None:
         """Place the engines, which will join at that port of --engines-listen."""
         host, _ = parse_address(self._config.engines_listen, "--engines-listen")
-        if host in ANY_HOST:
+        if host in ANY_ADDRESS:
             host = self._ray.util.get_node_ip_address()
         join = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         actor_class = self._ray.remote(EngineActor).options(
