@@ -128,7 +128,8 @@ class Deployment:
         roles = [f"{it.index} {it.role}" for it in engines]
         rows = [("Engines", ", ".join(roles), self._why_these())]
         if self.listener is not None:
-            rows.append(("Engines may join", self._config.engines_listen, "--engines-listen"))
+            host, _ = parse_address(self._config.engines_listen, "--engines-listen")
+            rows.append(("Engines may join", f"{host}:{self.listener.port}", "--engines-listen"))
         rows.append(
             (
                 "KV hand-off",

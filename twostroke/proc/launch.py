@@ -11,6 +11,7 @@ orphan survives whatever kills us; we notice the child's death by waiting for it
 import errno
 import logging
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -36,6 +37,7 @@ from twostroke.transport import ZmqEngineChannel
 
 logger = logging.getLogger("twostroke")
 
+MAX_OPEN_FILES = 65_536
 EXIT_GRACE_S = 5.0  # from the end of draining to SIGKILL
 
 # A step forks and joins the model's threads hundreds of times. With libgomp's default a waiting
@@ -189,6 +191,7 @@ def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:
         raise ConfigError(
             f"--join is {config.join}, but a server joins nobody", hint="run twostroke engine"
         )
+    _allow_many_connections()
     key = read_key(Path(config.key)) if config.engines_listen else None
     listener = _bind(config.host, config.port)
     try:
@@ -210,6 +213,14 @@ def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:
         if config.trace:
             _finish_trace(config.trace)
     return (engine_code or 1) if failed else 0
+
+
+def _allow_many_connections() -> None:
+    """Raise our limit of open files, which is 1,024 in many places: strangers can connect, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _bind(host: str, port: int) -> socket.socket:
