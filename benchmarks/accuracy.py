@@ -1,0 +1,121 @@
+"""What each number format costs in accuracy and brings in speed, side by side.
+
+    python benchmarks/accuracy.py [MODEL] [--formats float32,bfloat16,as-stored,int8,int4] [--json]
+
+Perplexity is over accuracy.txt, in steps of at most 4 tokens, so that weights of few bits are used
+throughout (larger steps multiply in bfloat16). 20 pieces of the text are continued greedily by 64
+tokens, and compared with float32, which has the weights as they are stored, to their last bit. From
+where two answers part on, tokens are not compared; parting is a near tie if float32 preferred its
+own token by less than 0.1 nats. Speed is one stream's. Without MODEL, the default one.
+"""
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from twostroke import LLM, SamplingParams
+from twostroke.bench import report
+
+TEXT = Path(__file__).with_name("accuracy.txt")
+STEP_TOKENS = 4
+NUM_PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 20, 64, 64
+NEAR_TIE = 0.1  # nats
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32", "quantization": "none"},
+    "bfloat16": {"dtype": "bfloat16", "quantization": "none"},
+    "as-stored": {"dtype": "bfloat16", "quantization": "auto"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", nargs="?", default="")
+    parser.add_argument("--formats", default=",".join(FORMATS))
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    options = parser.parse_args()
+
+    found = {name: measure(options.model, FORMATS[name]) for name in options.formats.split(",")}
+    reference = found.get("float32")
+    rows = []
+    for name, one in found.items():
+        agreement = compare(reference["answers"], one["answers"]) if reference else {}
+        one |= agreement
+        rows.append(
+            [
+                name,
+                f"{one['perplexity']:.3f}",
+                f"{one['tokens_per_s']:.0f}",
+                f"{one['weight_bytes'] / 1e6:.0f}",
+                f"{one['equal']} of {NUM_PROMPTS}" if agreement else "-",
+                f"{one['equal_tokens']:.1%}" if agreement else "-",
+                f"{one['near_ties']} of {one['parted']}" if agreement else "-",
+            ]
+        )
+    heads = ["format", "perplexity", "tok/s", "weights MB", "equal answers", "tokens", "near ties"]
+    print(report.table(heads, rows))
+    if options.json:
+        for one in found.values():
+            del one["answers"]
+        print(report.json_line(found))
+
+
+def measure(model: str, settings: dict[str, Any]) -> dict[str, Any]:
+    with LLM(model, max_num_seqs=1, max_num_batched_tokens=STEP_TOKENS, **settings) as engine:
+        scored = engine.generate(
+            [TEXT.read_text()], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        )[0]
+        logprobs = [entry.logprobs[0] for entry in scored.prompt_logprobs or [] if entry]
+        tokens = scored.prompt_token_ids
+        step = (len(tokens) - PROMPT_TOKENS) // NUM_PROMPTS
+        pieces = [tokens[i * step : i * step + PROMPT_TOKENS] for i in range(NUM_PROMPTS)]
+        answers = [engine.generate([piece], GREEDY)[0].outputs[0] for piece in pieces]
+        start_s = time.perf_counter()
+        params = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
+        engine.generate([pieces[0][:32]], params)
+        seconds = time.perf_counter() - start_s
+        facts = {name: value for name, value, _ in engine.engine.ready.facts}
+    return {
+        "perplexity": math.exp(-sum(logprobs) / len(logprobs)),
+        "tokens_per_s": 128 / seconds,
+        "weight_bytes": bytes_of(facts["Weights"]),
+        "answers": answers,
+    }
+
+
+def bytes_of(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]
+
+
+def compare(expected: list[Any], found: list[Any]) -> dict[str, Any]:
+    """Answers that are equal, and why the others part."""
+    equal = parted = near_ties = equal_tokens = 0
+    for mine, theirs in zip(expected, found, strict=True):
+        pairs = zip(mine.token_ids, theirs.token_ids, strict=True)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if place is None:
+            equal += 1
+            equal_tokens += OUTPUT_TOKENS
+            continue
+        parted += 1
+        equal_tokens += place
+        entry = mine.logprobs[place]
+        known = dict(zip(entry.token_ids, entry.logprobs, strict=True))
+        gap = known[mine.token_ids[place]] - known.get(theirs.token_ids[place], -math.inf)
+        near_ties += gap < NEAR_TIE
+    return {
+        "equal": equal,
+        "parted": parted,
+        "near_ties": near_ties,
+        "equal_tokens": equal_tokens / (NUM_PROMPTS * OUTPUT_TOKENS),
+    }
+
+
+if __name__ == "__main__":
+    main()
