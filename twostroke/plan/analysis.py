@@ -21,6 +21,8 @@ STABLE = 0.93  # of the capacity: beyond, queues depend on how long one looks
 MOST_ROWS = 1 << 16
 NO_MORE_FROM_BATCH = 0.9
 
+QUEUE = "queue"  # the part of TTFT that varies from request to request
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -122,16 +124,16 @@ def _gap_s(pool: Pool, rows: float) -> float:
     return pool.host.gap_s + rows * pool.host.gap_row_s
 
 
-def _prefill_latency_s(pool: Pool, demand: Demand) -> float:
-    """Mean time from arrival at P to the end of the prompt, queue and compute."""
+def _prefill_wait_s(pool: Pool, demand: Demand) -> float:
+    """Mean time from arrival at P to the end of the prompt, beyond computing it alone."""
     rate = demand.rate_per_s / pool.count
     alone = prefill_s(pool, demand, 1.0)
     batch = math.floor(prompts_per_step(pool, demand))
     if batch < 2:
         scv = _service_scv(pool, demand, alone)
-        return alone + forms.wait_mgc_s(demand.rate_per_s, alone, pool.count, scv)
+        return forms.wait_mgc_s(demand.rate_per_s, alone, pool.count, scv)
     each = (prefill_s(pool, demand, float(batch)) - alone) / (batch - 1)
-    return forms.batch_latency_s(rate, each, max(0.0, alone - each))
+    return forms.batch_latency_s(rate, each, max(0.0, alone - each)) - alone
 
 
 def _service_scv(pool: Pool, demand: Demand, mean_s: float) -> float:
@@ -175,7 +177,8 @@ def _disaggregated(
         MOST_ROWS,
     )
     parts = {
-        "prefill": _prefill_latency_s(prefill, demand),
+        QUEUE: _prefill_wait_s(prefill, demand),
+        "prefill": prefill_s(prefill, demand, 1.0),
         "transfer": transfer_s,
         # Whatever arrives on D waits for the step under way, and then for its own.
         "first decode step": 1.5 * decode.decode_step_s(max(1.0, min(batch, MOST_ROWS)), context),
@@ -284,7 +287,8 @@ def _aggregated(pool: Pool, demand: Demand, tpot_slo_s: float) -> Analysis:
     if load < 1:
         busy = 1.5 * fixed / (1 - load) + each / 2 * (load + 2) / (1 - load * load)
         first_s = busy if batch >= 1 else forms.batch_latency_s(rate, each, fixed)
-    return _conclude(constraints, demand, {"prefill": first_s}, batch, slowed_s)
+    parts = {QUEUE: first_s - each - fixed, "prefill": each + fixed}
+    return _conclude(constraints, demand, parts, batch, slowed_s)
 
 
 def _prompt_in_steps_s(pool: Pool, demand: Demand, rows: float, context: float) -> float:
