@@ -100,6 +100,16 @@ def batch_latency_s(rate_per_s: float, each_s: float, fixed_s: float) -> float:
     return min(small, large)
 
 
+def batch_mates(rate_per_s: float, latency_s: float, each_s: float, fixed_s: float) -> float:
+    """How large the batch is that a request finds itself in, by `batch_latency_s`.
+
+    It waits half of the service under way (of length S), and S more brings rate * S mates:
+    latency = S / 2 + fixed + each (1 + rate S).
+    """
+    under_way_s = (latency_s - fixed_s - each_s) / (0.5 + rate_per_s * each_s)
+    return 1 + rate_per_s * max(0.0, under_way_s)
+
+
 def rate_for_ttft_per_s(prefill_per_s: float, ttft_s: float, transfer_s: float) -> float:
     """Rate that one P (as M/M/1) takes so that mean TTFT stays below `ttft_s` [2]."""
     left_s = ttft_s - transfer_s
@@ -135,14 +145,15 @@ def in_flight(rate_per_s: float, seconds_each: float) -> float:
 def decode_batch(
     rate_per_s: float, output_tokens: float, step_s: Callable[[float], float], most: float
 ) -> float:
-    """Batch at which a D keeps up: the smallest B = rate * O * t(B). Infinity beyond `most`.
+    """Mean batch at which a D keeps up: the smallest B = rate * O * t(B + 1); infinity past `most`.
 
-    For t(B) = a + b B that is rate O a / (1 - rate O b).
+    A request shares its steps with the B that are there on average, and itself (arrivals at random
+    see time averages). For t(B) = a + b B that is rate O (a + b) / (1 - rate O b).
     """
     tokens_per_s = rate_per_s * output_tokens
     batch = 0.0
     for _ in range(200):
-        wanted = tokens_per_s * step_s(max(1.0, batch))
+        wanted = tokens_per_s * step_s(batch + 1)
         if wanted > most:
             return INFINITE
         if wanted - batch <= 1e-6 * max(1.0, wanted):

@@ -16,12 +16,12 @@ from twostroke.advice import closed_form as forms
 from twostroke.cost import LinkCost, StepWork
 from twostroke.plan.layout import Demand, Layout, Pool
 
-CLEAR = 1.15  # the next constraint's capacity over the binding one's, for that one to bind alone
+CLEAR = 1.3  # the next constraint's capacity over the binding one's, for that one to bind alone
 STABLE = 0.93  # of the capacity: beyond, queues depend on how long one looks
 MOST_ROWS = 1 << 16
-NO_MORE_FROM_BATCH = 0.9
+FLAT = 0.9  # elasticity from which a larger batch brings nothing, so that compute is what binds
 
-QUEUE = "queue"  # the part of TTFT that varies from request to request
+WAITS = ("room on D", "queue")  # the parts of TTFT that vary from request to request
 
 
 @dataclass(frozen=True)
@@ -124,19 +124,34 @@ def _gap_s(pool: Pool, rows: float) -> float:
     return pool.host.gap_s + rows * pool.host.gap_row_s
 
 
-def _prefill_wait_s(pool: Pool, demand: Demand) -> float:
-    """Mean time from arrival at P to the end of the prompt, beyond computing it alone."""
+def _prefill_line(pool: Pool, demand: Demand) -> tuple[float, float]:
+    """Mean time from arrival at P to the end of the prompt; and how many end with it."""
     rate = demand.rate_per_s / pool.count
     alone = prefill_s(pool, demand, 1.0)
     batch = math.floor(prompts_per_step(pool, demand))
     if batch < 2:
-        scv = _service_scv(pool, demand, alone)
-        return forms.wait_mgc_s(demand.rate_per_s, alone, pool.count, scv)
+        scv = _service_scv(demand)
+        return alone + forms.wait_mgc_s(demand.rate_per_s, alone, pool.count, scv), 1.0
     each = (prefill_s(pool, demand, float(batch)) - alone) / (batch - 1)
-    return forms.batch_latency_s(rate, each, max(0.0, alone - each)) - alone
+    fixed = max(0.0, alone - each)
+    latency = forms.batch_latency_s(rate, each, fixed)
+    if not math.isfinite(latency):
+        return latency, float(batch)
+    mates = forms.batch_mates(rate, latency, each, fixed)
+    # The router sends each prompt to the P with least to do: nearly one queue before all of them.
+    shared = 1.0
+    if pool.count > 1:
+        offered = demand.rate_per_s * each
+        shared = min(1.0, ROUTED * forms.erlang_c(pool.count, offered) / offered)
+    return alone + shared * (latency - alone), min(float(batch), 1 + shared * (mates - 1))
 
 
-def _service_scv(pool: Pool, demand: Demand, mean_s: float) -> float:
+# How much longer prompts wait where the router chooses a P when they come, than in one queue from
+# which P take them when they are free (fitted to the twin: 1.05 to 1.35).
+ROUTED = 1.2
+
+
+def _service_scv(demand: Demand) -> float:
     """Squared coefficient of variation of prefill times, as if they grew with the tokens."""
     computed = demand.prompt_tokens - demand.cached_tokens
     return float(computed.var() / computed.mean() ** 2)
@@ -144,46 +159,94 @@ def _service_scv(pool: Pool, demand: Demand, mean_s: float) -> float:
 
 # ---------------------------------------------------------------- P and D
 
+# Steps of D that a hand-off takes beside the transfer. Messages are heard between two steps, half a
+# step late: the request, then the end of its load. Where D decodes, the next step is planned by
+# then, and the first token is of the one after. An idle D begins at once.
+HEARD_STEPS = 0.5
+LATE_STEPS = 1.0
+
+
+@dataclass(frozen=True)
+class _Decode:
+    """D as a function of the rows in its step."""
+
+    pool: Pool
+    demand: Demand
+
+    def step_s(self, rows: float) -> float:
+        return self.pool.decode_step_s(max(1.0, rows), self.demand.decode_context)
+
+    @property
+    def slots(self) -> float:
+        """Requests that one D has room for: the router sends no more than fit with their output."""
+        demand, size = self.demand, self.pool.block_size
+        blocks = math.ceil((demand.mean_prompt + demand.mean_output) / size)
+        return math.floor(self.pool.kv_tokens / size / blocks)
+
+    def residence_s(self, rows: float, before_s: float) -> float:
+        """How long a request has room on D: from when it is sent to P until its last token."""
+        steps = self.demand.mean_output + 1 + 2 * HEARD_STEPS
+        return before_s + steps * self.step_s(rows)
+
+    def through_slots_per_s(self, before_s: float) -> float:
+        """Requests/s through all slots of one D, each busy `before_s` before it decodes."""
+        slots = self.slots
+        if slots < 1:
+            return 0.0
+        rows = slots
+        for _ in range(60):
+            rate = slots / self.residence_s(rows, before_s)
+            # Halfway each time: the step's length answers to the rows, and they to it.
+            rows = (rows + rate * self.demand.mean_output * self.step_s(rows)) / 2
+        return slots / self.residence_s(rows, before_s)
+
 
 def _disaggregated(
     prefill: Pool, decode: Pool, demand: Demand, link: LinkCost | None, tpot_slo_s: float
 ) -> Analysis:
-    constraints = [
-        Constraint(
-            name="prefill compute",
-            capacity_per_s=prefill.count * prefill_capacity_per_s(prefill, demand),
-        )
-    ]
-    request_bytes = demand.mean_prompt * decode.kv_token_bytes
-    transfer_s = 0.0
+    by_prefill = prefill.count * prefill_capacity_per_s(prefill, demand)
+    constraints = [Constraint(name="prefill compute", capacity_per_s=by_prefill)]
+    latency_s, mates = _prefill_line(prefill, demand)
+    alone_s = prefill_s(prefill, demand, 1.0)
+    transfer_s = transfer_alone_s = 0.0
     if link is not None:
-        ends = min(prefill.count, decode.count)
-        capacity = ends * link.bytes_per_s / request_bytes
-        constraints.append(Constraint(name="link", capacity_per_s=capacity))
-        load = demand.rate_per_s / capacity
+        request_bytes = demand.mean_prompt * decode.kv_token_bytes
+        by_link = min(prefill.count, decode.count) * link.bytes_per_s / request_bytes
+        constraints.append(Constraint(name="link", capacity_per_s=by_link))
         base_s = link.base_s + _messages(decode, demand) * link.message_s
-        transfer_s = forms.shared_transfer_s(base_s, request_bytes, link.bytes_per_s, load)
-        alone_s = base_s + request_bytes / link.bytes_per_s
-        constraints.append(_pins(prefill, demand, alone_s))
-    loading_s = transfer_s if math.isfinite(transfer_s) else 0.0
-    constraints += _decode_constraints(decode, demand, loading_s, tpot_slo_s)
+        # Prompts of one batch leave together, and share P's link as one transfer of their size.
+        # The next batch comes a step later; but D's link carries those of the other P too.
+        others = demand.rate_per_s * request_bytes / decode.count / link.bytes_per_s
+        others *= 1 - 1 / prefill.count
+        transfer_s = forms.shared_transfer_s(
+            base_s, mates * request_bytes, link.bytes_per_s, min(others, 0.999)
+        )
+        transfer_alone_s = base_s + request_bytes / link.bytes_per_s
+        constraints.append(_pins(prefill, demand, transfer_alone_s))
+    engine = _Decode(decode, demand)
+    constraints += _decode_constraints(engine, alone_s + transfer_alone_s, tpot_slo_s)
     constraints.sort(key=lambda it: it.capacity_per_s)
 
-    context = demand.decode_context
-    batch = forms.decode_batch(
-        demand.rate_per_s / decode.count,
-        demand.mean_output,
-        lambda rows: decode.decode_step_s(rows, context),
-        MOST_ROWS,
-    )
+    served = min(demand.rate_per_s, 0.999 * constraints[0].capacity_per_s)
+    batch = forms.decode_batch(served / decode.count, demand.mean_output, engine.step_s, MOST_ROWS)
+    # What a request sees: the mean batch, and itself.
+    step_s = engine.step_s(batch + 1) if math.isfinite(batch) else math.inf
+    places = max(1, int(decode.count * engine.slots))
+    residence_s = engine.residence_s(batch + 1, latency_s + transfer_s)
+    busy = 1 - math.exp(-batch)  # the chance that D is in a step when something comes
     parts = {
-        QUEUE: _prefill_wait_s(prefill, demand),
-        "prefill": prefill_s(prefill, demand, 1.0),
-        "transfer": transfer_s,
-        # Whatever arrives on D waits for the step under way, and then for its own.
-        "first decode step": 1.5 * decode.decode_step_s(max(1.0, min(batch, MOST_ROWS)), context),
+        "room on D": forms.wait_mgc_s(demand.rate_per_s, residence_s, places, _output_scv(demand)),
+        "queue": latency_s - alone_s,
+        "prefill": alone_s,
+        "transfer": transfer_s + busy * 2 * HEARD_STEPS * step_s,
+        "first decode steps": step_s + busy * LATE_STEPS * step_s,
     }
-    return _conclude(constraints, demand, parts, batch, decode.decode_step_s)
+    return _conclude(constraints, demand, parts, batch, step_s)
+
+
+def _output_scv(demand: Demand) -> float:
+    """Squared coefficient of variation of how long requests stay, as if it grew with the output."""
+    return float(demand.output_tokens.var() / demand.output_tokens.mean() ** 2)
 
 
 def _messages(decode: Pool, demand: Demand) -> float:
@@ -198,51 +261,31 @@ def _pins(prefill: Pool, demand: Demand, transfer_s: float) -> Constraint:
     return Constraint(name="pinned KV on P", capacity_per_s=tokens / demand.mean_prompt / held_s)
 
 
-def _decode_constraints(
-    pool: Pool, demand: Demand, loading_s: float, tpot_slo_s: float
-) -> list[Constraint]:
+def _decode_constraints(engine: _Decode, before_s: float, tpot_slo_s: float) -> list[Constraint]:
     """Capacities by what bounds the batch of a D: KV, seats, and the bound on TPOT."""
-    context, output = demand.decode_context, demand.mean_output
-
-    def step_s(rows: float) -> float:
-        return pool.decode_step_s(rows, context)
-
-    slots = pool.kv_tokens / context
-    by_kv = pool.count * _slots_per_s(slots, output, step_s, loading_s)
-    seats = float(pool.max_num_seqs)
-    by_seats = pool.count * forms.decode_per_s(seats, output, step_s(seats))
-    bound = min(slots, seats)
-    flat = bound >= 1 and forms.batch_elasticity(step_s, bound) >= NO_MORE_FROM_BATCH
-    name = "decode compute" if flat and slots <= seats else "decode KV"
+    pool, output = engine.pool, engine.demand.mean_output
+    seats, slots = float(pool.max_num_seqs), engine.slots
+    is_flat = forms.batch_elasticity(engine.step_s, max(1.0, min(slots, seats))) >= FLAT
     found = [
-        Constraint(name=name, capacity_per_s=by_kv, detail=f"{slots:.0f} requests on a D"),
         Constraint(
-            name="decode compute" if flat and name == "decode KV" else "decode seats",
-            capacity_per_s=by_seats,
-            detail=f"{pool.max_num_seqs} requests on a D",
+            name="decode compute" if is_flat and slots <= seats else "decode KV",
+            capacity_per_s=pool.count * engine.through_slots_per_s(before_s),
+            detail=f"{slots:.0f} requests on a D",
+        ),
+        Constraint(
+            name="decode compute" if is_flat and seats < slots else "decode seats",
+            capacity_per_s=pool.count * forms.decode_per_s(seats, output, engine.step_s(seats)),
+            detail=f"{pool.max_num_seqs} seats on a D",
         ),
     ]
     if math.isfinite(tpot_slo_s):
-        rows = forms.largest_batch(step_s, tpot_slo_s, MOST_ROWS)
-        rate = forms.decode_per_s(rows, output, step_s(rows)) if rows else 0.0
+        rows = forms.largest_batch(engine.step_s, tpot_slo_s, MOST_ROWS)
+        rate = forms.decode_per_s(rows, output, engine.step_s(rows)) if rows else 0.0
         detail = f"{rows} rows within the bound on TPOT"
         found.append(
             Constraint(name="decode compute", capacity_per_s=pool.count * rate, detail=detail)
         )
     return found
-
-
-def _slots_per_s(
-    slots: float, output_tokens: float, step_s: Callable[[float], float], loading_s: float
-) -> float:
-    """Requests/s through `slots` places, each loading for `loading_s` and then decoding."""
-    if slots < 1:
-        return 0.0
-    rows = slots
-    for _ in range(50):
-        decoding_s = output_tokens * step_s(rows)
-        rows = max(1.0, slots * decoding_s / (decoding_s + loading_s))
-    return slots / (output_tokens * step_s(rows) + loading_s)
 
 
 # ---------------------------------------------------------------- engines that do both
@@ -255,13 +298,14 @@ def _aggregated(pool: Pool, demand: Demand, tpot_slo_s: float) -> Analysis:
     def prompt_s(rows: float) -> float:
         return _prompt_in_steps_s(pool, demand, rows, context)
 
-    def step_s(rows: float) -> float:
+    def plain_s(rows: float) -> float:
         return pool.decode_step_s(rows, context)
 
     def capacity(rows: float) -> float:
         if rows < 1:
             return 0.0
-        return pool.count / (prompt_s(rows) + output * step_s(rows) / rows)
+        rows = min(rows, pool.max_num_batched_tokens / 2)  # else prompts find no room in steps
+        return pool.count / (prompt_s(rows) + output * plain_s(rows) / rows)
 
     slots = pool.kv_tokens / context
     constraints = [
@@ -270,25 +314,27 @@ def _aggregated(pool: Pool, demand: Demand, tpot_slo_s: float) -> Analysis:
         Constraint(name="compute", capacity_per_s=capacity(float(MOST_ROWS))),
     ]
     if math.isfinite(tpot_slo_s):
-        rows = _rows_within(tpot_slo_s, pool, output, step_s, prompt_s)
-        constraints.append(Constraint(name="compute within the bound on TPOT", capacity_per_s=rows))
+        rate = _rate_within(tpot_slo_s, pool, output, plain_s, prompt_s)
+        constraints.append(Constraint(name="compute within the bound on TPOT", capacity_per_s=rate))
     constraints.sort(key=lambda it: it.capacity_per_s)
     rate = demand.rate_per_s / pool.count
 
-    def slowed_s(rows: float, _: float = 0.0) -> float:
+    def slowed_s(rows: float) -> float:
         left = 1 - rate * prompt_s(max(1.0, rows))
-        return step_s(max(1.0, rows)) / left if left > 0 else math.inf
+        return plain_s(max(1.0, rows)) / left if left > 0 else math.inf
 
     batch = forms.decode_batch(rate, output, slowed_s, MOST_ROWS)
     rows = max(1.0, min(batch, MOST_ROWS))
-    each, fixed = prompt_s(rows), step_s(rows)
+    each, fixed = prompt_s(rows), plain_s(rows)
     load = rate * each
     first_s = math.inf
     if load < 1:
-        busy = 1.5 * fixed / (1 - load) + each / 2 * (load + 2) / (1 - load * load)
+        # While the engine decodes, steps follow each other, and the next is planned already.
+        busy = 2.5 * fixed / (1 - load) + each / 2 * (load + 2) / (1 - load * load)
         first_s = busy if batch >= 1 else forms.batch_latency_s(rate, each, fixed)
-    parts = {QUEUE: first_s - each - fixed, "prefill": each + fixed}
-    return _conclude(constraints, demand, parts, batch, slowed_s)
+    parts = {"queue": first_s - each - fixed, "prefill": each + fixed}
+    step_s = slowed_s(batch + 1) if math.isfinite(batch) else math.inf
+    return _conclude(constraints, demand, parts, batch, step_s)
 
 
 def _prompt_in_steps_s(pool: Pool, demand: Demand, rows: float, context: float) -> float:
@@ -308,7 +354,7 @@ def _prompt_in_steps_s(pool: Pool, demand: Demand, rows: float, context: float) 
     return chunks * (pool.cost.step_s(mixed) - pool.cost.step_s(plain))
 
 
-def _rows_within(
+def _rate_within(
     tpot_slo_s: float,
     pool: Pool,
     output: float,
@@ -335,28 +381,22 @@ def _conclude(
     demand: Demand,
     parts: dict[str, float],
     batch: float,
-    step_s: Callable[[float, float], float],
+    tpot_s: float,
 ) -> Analysis:
+    """Figures, with the reason where one does not apply. `batch` and TPOT are of what is served."""
     binding, after = constraints[0], constraints[1]
     load = demand.rate_per_s / binding.capacity_per_s if binding.capacity_per_s > 0 else math.inf
     unclear = ""
-    if after.capacity_per_s < CLEAR * binding.capacity_per_s:
+    if load > STABLE and after.capacity_per_s < CLEAR * binding.capacity_per_s:
         unclear = f"{binding.name} and {after.name} bind at nearly the same rate"
-    unstable = ""
-    if load >= STABLE:
-        unstable = f"{load:.0%} of what {binding.name} lets through is asked for: queues grow"
-    overloaded = load > 1
-    throughput = min(demand.rate_per_s, binding.capacity_per_s)
-    near = "" if overloaded or load < STABLE else unstable
-    tpot = step_s(max(1.0, batch), demand.decode_context) if math.isfinite(batch) else math.inf
-    ttft = sum(parts.values())
-    never = "" if math.isfinite(ttft) else "a queue grows without end"
+    near = f"{load:.0%} of what {binding.name} lets through is asked for"
+    ttft_s = sum(parts.values())
     return Analysis(
         constraints=tuple(constraints),
         rate_per_s=demand.rate_per_s,
-        throughput_per_s=Figure(throughput, near or (unclear if overloaded else "")),
-        ttft_s=Figure(ttft, unstable or never),
-        tpot_s=Figure(tpot, unstable or ("" if math.isfinite(tpot) else "D does not keep up")),
+        throughput_per_s=Figure(min(demand.rate_per_s, binding.capacity_per_s), unclear),
+        ttft_s=Figure(ttft_s, f"{near}: queues grow" if load > STABLE else ""),
+        tpot_s=Figure(tpot_s, unclear or ("" if math.isfinite(tpot_s) else near)),
         batch=batch,
         parts_s=parts,
     )

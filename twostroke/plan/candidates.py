@@ -82,8 +82,8 @@ def _engine(question: Question, size: int) -> Pool:
     if budget.num_tokens < longest:
         raise ConfigError(
             f"beside weights of {budget.weights_bytes / 1e9:.1f} GB and activations of "
-            f"{budget.activations_bytes / 1e9:.1f} GB there is KV for {budget.num_tokens:,} tokens, "
-            f"and the longest request has {longest:,}"
+            f"{budget.activations_bytes / 1e9:.1f} GB there is KV for {budget.num_tokens:,} "
+            f"tokens, and the longest request has {longest:,}"
         )
     cost = question.costs.get(size) or Roofline(
         shape, question.gpu, parallel, dtype=with_.dtype, kv_dtype=with_.kv_dtype

@@ -14,7 +14,9 @@ from twostroke.twin.scenario import EngineGroup, Result, Role, Scenario, simulat
 from twostroke.twin.transfers import Link
 from twostroke.twin.workload import Workload, from_spec
 
-STEADY_S = 60.0  # a load drawn from a spec is made at least so long, so that the start counts little
+STEADY_S = (
+    60.0  # a load drawn from a spec is made at least so long, so that the start counts little
+)
 MOST_REQUESTS = 5000
 RATES = (1.0, 0.9, 0.8, 0.65, 0.5)  # of what closed forms promise, until one is carried
 

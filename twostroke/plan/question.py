@@ -10,10 +10,12 @@ import numpy as np
 from twostroke.arrays import Float64s
 from twostroke.cost import StepCost
 from twostroke.errors import ConfigError
+from twostroke.kv.sizing import DTYPE_BYTES
 from twostroke.plan.layout import Demand
 from twostroke.shape import ModelShape
-from twostroke.twin.hardware import Hardware
-from twostroke.twin.workload import Workload
+from twostroke.twin.hardware import Hardware, find_gpu
+from twostroke.twin.models import find_shape
+from twostroke.twin.workload import Workload, load
 
 ATTAINMENT = 0.9  # share of requests that must stay within both bounds, as in DistServe
 TRANSFER_BASE_S = 1e-3  # of a hand-off: ticket, messages and the step that notices it
@@ -76,6 +78,23 @@ def _number(text: str) -> float:
         return math.nan
 
 
+_BYTES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_BITS = {"Mb": 1e6 / 8, "Gb": 1e9 / 8, "Tb": 1e12 / 8}
+
+
+def parse_rate(text: str, name: str = "--link") -> float:
+    """Bytes per second of 50GB/s, 400Gb/s or 400Gbps; B is for bytes and b for bits."""
+    match = re.fullmatch(r"([0-9.eE+-]+)\s*([KMGT]?[Bb])(?:/s|ps)", text.strip())
+    value = _number(match[1]) if match else math.nan
+    unit = (_BYTES | _BITS).get(match[2]) if match else None
+    if unit is None or not 0 < value < math.inf:
+        raise ConfigError(
+            f"{name} is {text!r}; it must be a rate over 0 with its unit",
+            hint="as 50GB/s or 400Gb/s",
+        )
+    return value * unit
+
+
 @dataclass(frozen=True, kw_only=True)
 class Engines:
     """What every engine of a plan is started with, in vLLM's names."""
@@ -118,6 +137,67 @@ class Question:
     def longest_tokens(self) -> int:
         """Of any request, prompt and output."""
         return int((self.workload.prompt_tokens + self.workload.output_tokens).max())
+
+
+def ask(
+    model: str,
+    gpu: str,
+    workload: str,
+    slo: str,
+    *,
+    gpus: int = 0,
+    link: str = "",
+    engines: Engines | None = None,
+    seed: int = 0,
+) -> Question:
+    """A question from what a user typed. ConfigError names the flag that is wrong."""
+    for flag, value in (("--model", model), ("--gpu", gpu), ("--workload", workload)):
+        if not value:
+            raise ConfigError(
+                f"{flag} is missing",
+                hint="as twostroke plan --model qwen3-30b-a3b --gpu H100 "
+                "--workload poisson:65/s,in=8192,out=1024,n=325 --slo ttft=2s,tpot=50ms",
+            )
+    if gpus > MAX_GPUS:
+        raise ConfigError(f"--gpus is {gpus:,}; at most {MAX_GPUS:,}")
+    engines = engines or Engines()
+    for flag, dtype in (("--dtype", engines.dtype), ("--kv-cache-dtype", engines.kv_dtype)):
+        if dtype not in DTYPE_BYTES:
+            raise ConfigError(f"{flag} is {dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+    if not 0 < engines.gpu_memory_utilization <= 1:
+        share = engines.gpu_memory_utilization
+        raise ConfigError(f"--gpu-memory-utilization is {share}; it must be in (0, 1]")
+    if engines.max_num_batched_tokens < engines.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {engines.max_num_batched_tokens}, less than "
+            f"--max-num-seqs {engines.max_num_seqs}",
+            hint="a step must hold one token of each running request",
+        )
+    hardware = find_gpu(gpu)
+    rate = parse_rate(link) if link else hardware.nic_bytes_per_s
+    if rate is None:
+        raise ConfigError(
+            f"an {hardware.name} has no network card of its own", hint="give one: --link 12.5GB/s"
+        )
+    loaded = load(workload, seed=seed)
+    shape = find_shape(model)
+    longest = int((loaded.prompt_tokens + loaded.output_tokens).max())
+    if longest > shape.max_position_embeddings:
+        raise ConfigError(
+            f"the longest request has {longest:,} tokens; {model} takes "
+            f"{shape.max_position_embeddings:,}"
+        )
+    return Question(
+        model=model,
+        shape=shape,
+        gpu=hardware,
+        workload=loaded,
+        slo=parse_slo(slo),
+        num_gpus=gpus,
+        nic_bytes_per_s=rate,
+        engines=engines,
+        seed=seed,
+    )
 
 
 def demand_of(workload: Workload) -> Demand:

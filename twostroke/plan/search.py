@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from twostroke.advice import closed_form as forms
-from twostroke.plan.analysis import QUEUE, STABLE, Analysis, analyse
+from twostroke.plan.analysis import STABLE, WAITS, Analysis, analyse
 from twostroke.plan.candidates import Unfit, layouts, link_of, size_engines
 from twostroke.plan.check import Checked, check
 from twostroke.plan.layout import Layout
@@ -121,7 +121,9 @@ def search(
     checked = []
     for index, option in enumerate(chosen):
         progress(f"twin: {option.layout.name}", 0.1 + 0.9 * index / len(chosen))
-        checked.append(replace(option, checked=check(question, option.layout, _rate(question, option))))
+        checked.append(
+            replace(option, checked=check(question, option.layout, _rate(question, option)))
+        )
     progress("done", 1.0)
     checked.sort(key=lambda it: _merit(question, it))
     rest = [it for it in found if it not in chosen]
@@ -156,7 +158,7 @@ def within_slo_per_s(question: Question, layout: Layout) -> float:
 
     def holds(rate: float) -> bool:
         it = analyse(layout, demand.at_rate(rate), link, tpot_slo_s=slo.tpot_s)
-        ttft_s = it.ttft_s.value + TAIL * it.parts_s.get(QUEUE, 0.0)
+        ttft_s = it.ttft_s.value + TAIL * sum(it.parts_s.get(name, 0.0) for name in WAITS)
         return ttft_s <= slo.ttft_s and it.tpot_s.value <= slo.tpot_s
 
     start = demand.rate_per_s if math.isfinite(demand.rate_per_s) else 1.0
@@ -203,9 +205,7 @@ def _why_never(question: Question, option: Option) -> str:
     it, slo = option.analysis, question.slo
     if it.capacity_per_s <= 0:
         return f"{it.binding.name} lets nothing through: {it.binding.detail}"
-    slow = analyse(
-        option.layout, question.demand.at_rate(1e-6), link_of(question, option.layout)
-    )
+    slow = analyse(option.layout, question.demand.at_rate(1e-6), link_of(question, option.layout))
     if slow.ttft_s.value > slo.ttft_s:
         return f"TTFT is {slow.ttft_s.value:.2f} s when nothing else runs"
     return f"TPOT is {slow.tpot_s.value * 1e3:.1f} ms when nothing else runs"
@@ -270,7 +270,11 @@ def _knobs(question: Question, layout: Layout) -> list[tuple[str, Layout, Questi
         both = layout.both
         return [
             ("one engine more", Layout(both=replace(both, count=both.count + 1)), question),
-            ("20 % more KV", Layout(both=replace(both, kv_tokens=both.kv_tokens * 6 // 5)), question),
+            (
+                "20 % more KV",
+                Layout(both=replace(both, kv_tokens=both.kv_tokens * 6 // 5)),
+                question,
+            ),
             *_other_sizes(question, layout),
         ]
     prefill, decode = layout.prefill, layout.decode
@@ -279,7 +283,11 @@ def _knobs(question: Question, layout: Layout) -> list[tuple[str, Layout, Questi
     faster = replace(question, nic_bytes_per_s=2 * question.nic_bytes_per_s)
     roomy = replace(decode, kv_tokens=decode.kv_tokens * 6 // 5)
     return [
-        ("one P more", replace(layout, prefill=replace(prefill, count=prefill.count + 1)), question),
+        (
+            "one P more",
+            replace(layout, prefill=replace(prefill, count=prefill.count + 1)),
+            question,
+        ),
         ("one D more", replace(layout, decode=replace(decode, count=decode.count + 1)), question),
         ("20 % more KV on D", replace(layout, decode=roomy), question),
         ("a link twice as fast", layout, faster),

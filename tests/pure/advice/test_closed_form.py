@@ -64,8 +64,8 @@ def test_the_decode_batch_follows_from_the_rate() -> None:
         return 0.01 + 0.0001 * rows
 
     batch = forms.decode_batch(5.0, 1000.0, step_s, 1024)
-    assert batch == pytest.approx(5000 * 0.01 / (1 - 5000 * 0.0001), rel=1e-4)
-    assert forms.decode_per_s(batch, 1000.0, step_s(batch)) == pytest.approx(5.0, rel=1e-4)
+    assert batch == pytest.approx(5000 * 0.0101 / (1 - 5000 * 0.0001), rel=1e-4)
+    assert forms.decode_per_s(batch, 1000.0, step_s(batch + 1)) == pytest.approx(5.0, rel=1e-4)
     assert forms.decode_batch(20.0, 1000.0, step_s, 1024) == math.inf
 
 
