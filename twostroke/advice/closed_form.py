@@ -100,6 +100,21 @@ def batch_latency_s(rate_per_s: float, each_s: float, fixed_s: float) -> float:
     return min(small, large)
 
 
+def steps_in_a_row_s(rate_per_s: float, each_s: float, fixed_s: float) -> tuple[float, float]:
+    """Mean step of a server that never idles, and the mean step that a random moment falls into.
+
+    Each step takes whoever came during one before: S' = fixed + each * N, N Poisson of rate * S.
+    So E[S] = fixed / (1 - a) and E[S^2] (1 - a^2) = fixed^2 + (2 fixed + each) a E[S], with
+    a = rate * each; a moment falls into E[S^2] / E[S].
+    """
+    load = rate_per_s * each_s
+    if load >= 1:
+        return INFINITE, INFINITE
+    mean = fixed_s / (1 - load)
+    square = (fixed_s**2 + (2 * fixed_s + each_s) * load * mean) / (1 - load**2)
+    return mean, square / mean
+
+
 def batch_mates(rate_per_s: float, latency_s: float, each_s: float, fixed_s: float) -> float:
     """How large the batch is that a request finds itself in, by `batch_latency_s`.
 
@@ -143,23 +158,36 @@ def in_flight(rate_per_s: float, seconds_each: float) -> float:
 
 
 def decode_batch(
-    rate_per_s: float, output_tokens: float, step_s: Callable[[float], float], most: float
+    rate_per_s: float,
+    output_tokens: float,
+    step_s: Callable[[float], float],
+    most: float,
+    engines: int = 1,
 ) -> float:
-    """Mean batch at which a D keeps up: the smallest B = rate * O * t(B + 1); infinity past `most`.
+    """Mean batch at which a D keeps up: the smallest B = rate * O * t(`seen_batch`).
 
-    A request shares its steps with the B that are there on average, and itself (arrivals at random
-    see time averages). For t(B) = a + b B that is rate O (a + b) / (1 - rate O b).
+    `rate_per_s` is that of one of `engines`. Infinity past `most`. For one engine with
+    t(B) = a + b B it is rate O (a + b) / (1 - rate O b).
     """
     tokens_per_s = rate_per_s * output_tokens
     batch = 0.0
     for _ in range(200):
-        wanted = tokens_per_s * step_s(batch + 1)
+        wanted = tokens_per_s * step_s(seen_batch(batch, engines))
         if wanted > most:
             return INFINITE
         if wanted - batch <= 1e-6 * max(1.0, wanted):
             return wanted
         batch = wanted
     return batch
+
+
+def seen_batch(batch: float, engines: int = 1) -> float:
+    """Rows in the steps of a request, itself among them, where the mean over time is `batch`.
+
+    Requests are as many as in M/G/infinity (Poisson) and spread evenly, so rows have a mean of B
+    and a variance of B / engines, and who is in a step sees E[B^2] / E[B].
+    """
+    return batch + 1 / engines
 
 
 def largest_batch(step_s: Callable[[float], float], limit_s: float, most: int) -> int:

@@ -10,15 +10,17 @@ so close that each makes the other worse) the figure says why it does not apply.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from twostroke.advice import closed_form as forms
 from twostroke.cost import LinkCost, StepWork
 from twostroke.plan.layout import Demand, Layout, Pool
+from twostroke.twin.executor import IDLE_WAIT_S
 
 CLEAR = 1.3  # the next constraint's capacity over the binding one's, for that one to bind alone
 STABLE = 0.93  # of the capacity: beyond, queues depend on how long one looks
 MOST_ROWS = 1 << 16
+SHORT_ANSWERS = 0.1  # a prompt's time over that of all decode steps, from which TPOT is a lottery
 FLAT = 0.9  # elasticity from which a larger batch brings nothing, so that compute is what binds
 
 WAITS = ("room on D", "queue")  # the parts of TTFT that vary from request to request
@@ -141,14 +143,14 @@ def _prefill_line(pool: Pool, demand: Demand) -> tuple[float, float]:
     # The router sends each prompt to the P with least to do: nearly one queue before all of them.
     shared = 1.0
     if pool.count > 1:
-        offered = demand.rate_per_s * each
+        offered = pool.count * min(0.98, rate * (each + fixed / mates))
         shared = min(1.0, ROUTED * forms.erlang_c(pool.count, offered) / offered)
     return alone + shared * (latency - alone), min(float(batch), 1 + shared * (mates - 1))
 
 
 # How much longer prompts wait where the router chooses a P when they come, than in one queue from
-# which P take them when they are free (fitted to the twin: 1.05 to 1.35).
-ROUTED = 1.2
+# which P take them when they are free (fitted to the twin: 1.2 to 1.7).
+ROUTED = 1.45
 
 
 def _service_scv(demand: Demand) -> float:
@@ -159,11 +161,20 @@ def _service_scv(demand: Demand) -> float:
 
 # ---------------------------------------------------------------- P and D
 
-# Steps of D that a hand-off takes beside the transfer. Messages are heard between two steps, half a
-# step late: the request, then the end of its load. Where D decodes, the next step is planned by
-# then, and the first token is of the one after. An idle D begins at once.
+# Where D decodes it hears messages between two steps, half a step late, begins to read with the
+# step after, and looks at what has come when a step ends. The next step is planned by then: the
+# first token is of the one after. An engine without rows looks up every few milliseconds.
 HEARD_STEPS = 0.5
 LATE_STEPS = 1.0
+HEARD_IDLE_S = IDLE_WAIT_S / 2
+
+
+def _in_steps_s(transfer_s: float, step_s: float, busy: float) -> float:
+    """From D's room for a request until it knows that its KV is there."""
+    if not math.isfinite(step_s):
+        return math.inf
+    among_decodes = HEARD_STEPS * step_s + max(step_s, transfer_s + step_s / 2)
+    return busy * among_decodes + (1 - busy) * (transfer_s + HEARD_IDLE_S)
 
 
 @dataclass(frozen=True)
@@ -228,17 +239,21 @@ def _disaggregated(
     constraints.sort(key=lambda it: it.capacity_per_s)
 
     served = min(demand.rate_per_s, 0.999 * constraints[0].capacity_per_s)
-    batch = forms.decode_batch(served / decode.count, demand.mean_output, engine.step_s, MOST_ROWS)
-    # What a request sees: the mean batch, and itself.
-    step_s = engine.step_s(batch + 1) if math.isfinite(batch) else math.inf
+    batch = forms.decode_batch(
+        served / decode.count, demand.mean_output, engine.step_s, MOST_ROWS, decode.count
+    )
+    seen = forms.seen_batch(batch, decode.count)
+    step_s = engine.step_s(seen) if math.isfinite(batch) else math.inf
     places = max(1, int(decode.count * engine.slots))
-    residence_s = engine.residence_s(batch + 1, latency_s + transfer_s)
+    residence_s = engine.residence_s(seen, latency_s + transfer_s)
     busy = 1 - math.exp(-batch)  # the chance that D is in a step when something comes
     parts = {
         "room on D": forms.wait_mgc_s(demand.rate_per_s, residence_s, places, _output_scv(demand)),
-        "queue": latency_s - alone_s,
+        "queue": latency_s
+        - alone_s
+        + HEARD_IDLE_S * (1 - min(1.0, demand.rate_per_s / by_prefill)),
         "prefill": alone_s,
-        "transfer": transfer_s + busy * 2 * HEARD_STEPS * step_s,
+        "transfer": _in_steps_s(transfer_s, step_s, busy),
         "first decode steps": step_s + busy * LATE_STEPS * step_s,
     }
     return _conclude(constraints, demand, parts, batch, step_s)
@@ -319,22 +334,57 @@ def _aggregated(pool: Pool, demand: Demand, tpot_slo_s: float) -> Analysis:
     constraints.sort(key=lambda it: it.capacity_per_s)
     rate = demand.rate_per_s / pool.count
 
-    def slowed_s(rows: float) -> float:
-        left = 1 - rate * prompt_s(max(1.0, rows))
-        return plain_s(max(1.0, rows)) / left if left > 0 else math.inf
+    def tpot_s(rows: float) -> float:
+        return _tpot_among_prompts_s(plain_s(rows), prompt_s(rows), rate, rows, output)
 
-    batch = forms.decode_batch(rate, output, slowed_s, MOST_ROWS)
-    rows = max(1.0, min(batch, MOST_ROWS))
-    each, fixed = prompt_s(rows), plain_s(rows)
+    batch = forms.decode_batch(rate, output, tpot_s, MOST_ROWS, pool.count)
+    seen = forms.seen_batch(batch, pool.count)
+    if not math.isfinite(batch):
+        return _conclude(constraints, demand, {"queue": math.inf}, batch, math.inf)
+    each, fixed = prompt_s(seen), plain_s(seen)
+    analysis = _conclude(
+        constraints, demand, _first_token_s(rate, each, fixed, batch), batch, tpot_s(seen)
+    )
+    if each > SHORT_ANSWERS * output * fixed:
+        reason = "answers are so short that it depends on which prompts come between"
+        return replace(
+            analysis,
+            ttft_s=Figure(analysis.ttft_s.value, reason),
+            tpot_s=Figure(analysis.tpot_s.value, reason),
+        )
+    return analysis
+
+
+def _first_token_s(rate: float, each: float, fixed: float, batch: float) -> dict[str, float]:
+    """Parts of TTFT where steps of `fixed` length get `each` longer by a prompt."""
+    alone = each + fixed
+    mean, random = forms.steps_in_a_row_s(rate, each, fixed)
+    # While it decodes, steps follow each other: a prompt waits for the end of the one that it
+    # comes in, for the next, which is planned already, and then for its own.
+    among_decodes = random / 2 + mean + fixed + each * (1 + rate * random)
+    idle = forms.batch_latency_s(rate, each, fixed)
+    decodes = 1 - math.exp(-batch)
+    total = decodes * among_decodes + (1 - decodes) * idle
+    return {"queue": total - alone, "prefill": alone}
+
+
+def _tpot_among_prompts_s(
+    fixed: float, each: float, rate: float, rows: float, output: float
+) -> float:
+    """Mean time per token where others' prompts make steps longer.
+
+    A share rate * each of the time goes to them. And those that came while the request's own prompt
+    waited for its step and was computed (two steps, the longer for it) are still to come when it
+    begins to decode, while those of its own last two steps are not.
+    """
     load = rate * each
-    first_s = math.inf
-    if load < 1:
-        # While the engine decodes, steps follow each other, and the next is planned already.
-        busy = 2.5 * fixed / (1 - load) + each / 2 * (load + 2) / (1 - load * load)
-        first_s = busy if batch >= 1 else forms.batch_latency_s(rate, each, fixed)
-    parts = {"queue": first_s - each - fixed, "prefill": each + fixed}
-    step_s = slowed_s(batch + 1) if math.isfinite(batch) else math.inf
-    return _conclude(constraints, demand, parts, batch, step_s)
+    if load >= 1:
+        return math.inf
+    mean, random = forms.steps_in_a_row_s(rate, each, fixed)
+    own = fixed + each * (1 + rate * random)
+    decodes = 1 - math.exp(-rows)
+    left_over = load * (own + (decodes - 2) * mean)
+    return (fixed + max(0.0, left_over) / output) / (1 - load)
 
 
 def _prompt_in_steps_s(pool: Pool, demand: Demand, rows: float, context: float) -> float:

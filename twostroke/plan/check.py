@@ -9,8 +9,9 @@ from twostroke.cost import BandwidthCurve
 from twostroke.plan.candidates import kv_layout, link_of
 from twostroke.plan.layout import Layout, Pool
 from twostroke.plan.question import ATTAINMENT, Question
+from twostroke.router.engines import Role
 from twostroke.router.jobs import DispatchSettings
-from twostroke.twin.scenario import EngineGroup, Result, Role, Scenario, simulate
+from twostroke.twin.scenario import EngineGroup, Result, Scenario, simulate
 from twostroke.twin.transfers import Link
 from twostroke.twin.workload import Workload, from_spec
 
@@ -98,15 +99,12 @@ def load_at(question: Question, rate_per_s: float) -> Workload:
 def scenario_of(question: Question, layout: Layout, workload: Workload) -> Scenario:
     """The layout as the twin's engines and links."""
     link = link_of(question, layout)
-    engines = [
-        _group(question, pool, role)
-        for pool, role in (
-            (layout.prefill, "prefill"),
-            (layout.decode, "decode"),
-            (layout.both, "both"),
-        )
-        if pool is not None
+    roles: list[tuple[Pool | None, Role]] = [
+        (layout.prefill, "prefill"),
+        (layout.decode, "decode"),
+        (layout.both, "both"),
     ]
+    engines = [_group(question, pool, role) for pool, role in roles if pool is not None]
     scenario = Scenario(
         engines=engines, workload=workload, settings=DispatchSettings(), record_timelines=False
     )

@@ -6,13 +6,16 @@ the years (`gpu_cache_usage_perc` became `kv_cache_usage_perc`, `time_per_output
 became `inter_token_latency_seconds`) and added others after June 2026.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from twostroke.advice.observation import UNKNOWN
@@ -20,6 +23,8 @@ from twostroke.errors import ConfigError
 
 MAX_PAGE_BYTES = 32 << 20
 TIMEOUT_S = 10.0
+LEAST_SPREAD = 1.25  # of a batch over time, for its elasticity to be told
+FEWEST_POINTS = 4
 PREFIXES = ("twostroke:", "vllm:")
 
 Labels = frozenset[tuple[str, str]]
@@ -66,6 +71,15 @@ class Page:
         """The values of a label over the samples of `name`."""
         return [value for keys in self.of([name]) for key, value in keys if key == label]
 
+    def pool_tokens(self) -> float:
+        """Tokens of one engine's KV pool, from the labels of cache_config_info."""
+        try:
+            blocks = [float(value) for value in self.label("cache_config_info", "num_gpu_blocks")]
+            sizes = [float(value) for value in self.label("cache_config_info", "block_size")]
+        except ValueError:  # "None" until the engine knows
+            return UNKNOWN
+        return sum(blocks) / len(blocks) * sizes[0] if blocks and sizes else UNKNOWN
+
     def num_engines(self) -> int:
         """How many engines speak through this page."""
         return max(1, len(self.of(["num_requests_running"])))
@@ -80,6 +94,10 @@ class Series:
     @property
     def window_s(self) -> float:
         return self.pages[-1].time_s - self.pages[0].time_s
+
+    def parts(self) -> "list[Series]":
+        """Each page with the one after it."""
+        return [Series(pair) for pair in pairwise(self.pages)]
 
     def gauge(self, *names: str, **labels: str) -> float:
         """A gauge's mean over time, summed over the page's engines."""
@@ -163,6 +181,16 @@ def metrics_url(url: str) -> str:
     if not path.endswith("/metrics"):
         path += "/metrics"
     return urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Least-squares slope, 0 to 1; not known where x (a logarithm) hardly varies."""
+    if len(points) < FEWEST_POINTS:
+        return UNKNOWN
+    x, y = np.array(points).T
+    if x.max() - x.min() < math.log(LEAST_SPREAD):
+        return UNKNOWN
+    return min(1.0, max(0.0, float(np.polyfit(x, y, 1)[0])))
 
 
 def _no_metrics(address: str, why: str) -> ConfigError:

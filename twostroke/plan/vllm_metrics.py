@@ -8,17 +8,14 @@ takes, and how fast the link is.
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from twostroke.advice.figures import known, over
 from twostroke.advice.observation import UNKNOWN, Observation
-from twostroke.plan.scrape import Series
+from twostroke.plan.scrape import Series, slope
 
 KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc")
 TOKEN_TIME = ("inter_token_latency_seconds", "time_per_output_token_seconds")
 HITS = ("prefix_cache_hits", "gpu_prefix_cache_hits")
 QUERIES = ("prefix_cache_queries", "gpu_prefix_cache_queries")
-LEAST_SPREAD = 1.25  # of the batch over time, for its elasticity to be told
 
 
 def observe(prefill: Sequence[Series], decode: Sequence[Series]) -> Observation:
@@ -99,7 +96,7 @@ def _decode_side(pages: Sequence[Series], ended: float) -> dict[str, float]:
         )
     waiting = _sum(pages, lambda it: it.gauge("num_requests_waiting_by_reason", reason="capacity"))
     waiting = known(waiting, _sum(pages, lambda it: it.gauge("num_requests_waiting")))
-    pools = [_pool_tokens(series) for series in pages]
+    pools = [series.pages[-1].pool_tokens() for series in pages]
     preemptions = _sum(pages, lambda it: it.grown("num_preemptions"))
     count = _count(pages)
     return {
@@ -122,34 +119,16 @@ def _decode_side(pages: Sequence[Series], ended: float) -> dict[str, float]:
 
 
 def _elasticity(pages: Sequence[Series]) -> float:
-    """Slope of log TPOT over log batch, from page to page; not known if the batch hardly varies."""
+    """Slope of log TPOT over log batch, from page to page."""
     points: list[tuple[float, float]] = []
     for series in pages:
-        for before, after in zip(series.pages, series.pages[1:], strict=False):
-            part = Series((before, after))
+        for part in series.parts():
             sums = part.grown(f"{TOKEN_TIME[0]}_sum", f"{TOKEN_TIME[1]}_sum")
             counts = part.grown(f"{TOKEN_TIME[0]}_count", f"{TOKEN_TIME[1]}_count")
             token_s, rows = over(sums, counts), part.gauge_mean("num_requests_running")
             if token_s > 0 and rows >= 1:
                 points.append((math.log(rows), math.log(token_s)))
-    if len(points) < 4:
-        return UNKNOWN
-    rows_log, seconds_log = np.array(points).T
-    if rows_log.max() - rows_log.min() < math.log(LEAST_SPREAD):
-        return UNKNOWN
-    slope = float(np.polyfit(rows_log, seconds_log, 1)[0])
-    return min(1.0, max(0.0, slope))
-
-
-def _pool_tokens(series: Series) -> float:
-    """Tokens of one engine's pool, from the labels of cache_config_info."""
-    page = series.pages[-1]
-    try:
-        blocks = [float(value) for value in page.label("cache_config_info", "num_gpu_blocks")]
-        sizes = [float(value) for value in page.label("cache_config_info", "block_size")]
-    except ValueError:  # "None" until the engine knows
-        return UNKNOWN
-    return over(sum(blocks), len(blocks)) * sizes[0] if blocks and sizes else UNKNOWN
+    return slope(points)
 
 
 def _count(pages: Sequence[Series]) -> float:
