@@ -15,6 +15,7 @@ from twostroke import __version__
 from twostroke.cli_bench import bench_app
 from twostroke.cli_chat import API_KEY, URL, chat
 from twostroke.cli_flags import ENGINE_ONLY, SERVER_ONLY, EngineFlags, with_engine_flags
+from twostroke.cli_plan import diagnose, plan
 from twostroke.cli_profile import profile
 from twostroke.config import SECRET_FIELDS
 from twostroke.errors import ConfigError, ModelError, TwostrokeError
@@ -97,6 +98,8 @@ def key(file: Annotated[Path, typer.Argument(help="where to write it; must not e
 
 app.command()(chat)
 app.command()(profile)
+app.command()(plan)
+app.command()(diagnose)
 app.add_typer(bench_app, name="bench")
 
 

@@ -50,7 +50,7 @@ def plan(
 
         with _progress(quiet=json) as show:
             study = run(show)
-        report.show(study.as_dict(), study.text, study.figures, json=json, html=html)
+        report.show(study.as_dict(), study.text, study.page, json=json, html=html, name="article")
         return
     engines = Engines(
         dtype=dtype,
@@ -108,7 +108,7 @@ def diagnose(
     with _progress(quiet=json) as show:
         seen = doctor.observe(source, url, prefill or [], decode or [], for_, show)
     diagnosis = doctor.diagnose(seen.with_facts(**facts))
-    report.show(diagnosis.as_dict(), diagnosis.text, None, json=json, html=None)
+    report.show(diagnosis.as_dict(), diagnosis.text, None, json=json, html=None, name="diagnosis")
 
 
 @contextmanager

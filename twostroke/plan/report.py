@@ -4,7 +4,7 @@ import json as json_
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def show(
     """Print a report and keep its files. `text` has a place for the JSON's path: {json}."""
     body = json_.dumps(finite(data), indent=None if json else 1, allow_nan=False)
     if html is not None and page is not None:
-        write(html, page)
+        write(html, page())
     if json:
         print(body)
         return

@@ -1,0 +1,234 @@
+"""Nine answers about a deployment, from a file or from what running engines tell.
+
+a ledger (JSON lines), a twin's run, an observation (JSON)  ┐
+a running twostroke server                                  ├─▶ Observation ─▶ nine verdicts
+prefill and decode engines of vLLM                          ┘
+"""
+
+import json
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from twostroke.advice.observation import FIELDS, UNKNOWN, Observation, from_dict
+from twostroke.advice.verdict import Verdict
+from twostroke.advice.verdicts import judge
+from twostroke.errors import ConfigError
+from twostroke.kv.sizing import KvLayout
+from twostroke.plan import own_metrics, scrape, vllm_metrics
+from twostroke.plan.question import parse_rate, parse_seconds, parse_slo
+from twostroke.twin.models import find_shape
+from twostroke.twin.traces import Recorded
+
+MAX_FILE_BYTES = 2 << 30
+WIDTH = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What was seen, and the verdicts on it."""
+
+    seen: Observation
+    verdicts: list[Verdict]
+
+    @property
+    def text(self) -> str:
+        """The first line is what to act on first; then each verdict with its figures."""
+        parts = [_headline(self.verdicts), "", *map(_paragraph, self.verdicts), "JSON: {json}"]
+        return "\n".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "answer": _headline(self.verdicts),
+            "verdicts": [
+                {"number": it.number, "question": it.question, **asdict(it)} for it in self.verdicts
+            ],
+            "observation": self.seen.as_dict(),
+        }
+
+
+def diagnose(seen: Observation) -> Diagnosis:
+    """Judge an observation."""
+    return Diagnosis(seen=seen, verdicts=judge(seen))
+
+
+# The order in which verdicts explain each other: a slow link makes D wait, and a full D blocks P.
+_FIRST = ("link_limit", "decode_waits", "decode_bound", "prefill_blocked", "ratio", "layout")
+
+
+def _headline(verdicts: Sequence[Verdict]) -> str:
+    by_name = {it.name: it for it in verdicts}
+    urgent = [by_name[name] for name in _FIRST if by_name[name].calls_for_action]
+    if urgent:
+        return textwrap.fill(f"{urgent[0].summary}; {urgent[0].action}", WIDTH)
+    unknown = sum(it.calls_for_action is None for it in verdicts)
+    if unknown == len(verdicts):
+        return "nothing can be told from what was given"
+    return f"nothing binds ({unknown} of {len(verdicts)} questions could not be answered)"
+
+
+def _paragraph(verdict: Verdict) -> str:
+    mark = {True: "!", False: " ", None: "?"}[verdict.calls_for_action]
+    lines = [f"{mark} {verdict.number}. {verdict.question}"]
+    lines.append(f"     {verdict.answer}: {verdict.summary} ({verdict.confidence} confidence)")
+    lines += [f"       {line}" for line in verdict.evidence]
+    if verdict.action:
+        lines.append(f"     do: {verdict.action}")
+    if verdict.missing:
+        lines.append(f"     not known: {', '.join(verdict.missing)}")
+    return "\n".join(_wrapped(line) for line in lines) + "\n"
+
+
+def _wrapped(line: str) -> str:
+    text = line.lstrip()
+    indent = " " * (len(line) - len(text))
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
+
+
+# ---------------------------------------------------------------- facts that a user adds
+
+
+def facts(
+    *,
+    slo: str = "",
+    link: str = "",
+    model: str = "",
+    tensor_parallel_size: int = 0,
+    max_num_seqs: int = 0,
+    turn_tokens: int = 0,
+    prefix_tokens: int = 0,
+) -> dict[str, float]:
+    """Fields of an observation out of what was typed; what was not given is not there."""
+    found: dict[str, float] = {}
+    if slo and math.isfinite(bound := parse_slo(slo).tpot_s):
+        found["tpot_slo_s"] = bound
+    if link:
+        found["link_bytes_per_s"] = parse_rate(link)
+    if model:
+        shape, size = find_shape(model), tensor_parallel_size or 1
+        layout = KvLayout(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            tensor_parallel_size=size,
+        )
+        found["kv_token_bytes"] = float(layout.token_bytes * size)
+        found["num_kv_heads"] = float(shape.num_kv_heads)
+    numbers = {
+        "decode_tp": tensor_parallel_size,
+        "decode_max_num_seqs": max_num_seqs,
+        "turn_tokens": turn_tokens,
+        "prefix_tokens": prefix_tokens,
+    }
+    return found | {name: float(value) for name, value in numbers.items() if value}
+
+
+# ---------------------------------------------------------------- where figures come from
+
+
+def observe(
+    source: Path | None,
+    url: str,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    window: str,
+    progress: Callable[[str, float], None],
+) -> Observation:
+    """From exactly one kind of source. ConfigError says what is wrong with it."""
+    if (source is not None) + bool(url) + bool(prefill or decode) != 1:
+        raise ConfigError(
+            "give one thing to diagnose",
+            hint="a file, or --url of a twostroke server, or --prefill and --decode of vLLM's",
+        )
+    if source is not None:
+        return from_file(source)
+    seconds = 0.0 if window in ("0", "0s") else parse_seconds(window, "--for")
+
+    def show(share: float) -> None:
+        progress("watching", share)
+
+    if url:
+        (series,) = scrape.read([url], seconds, progress=show)
+        return own_metrics.observe(series)
+    if not prefill or not decode:
+        lacking = "--decode" if prefill else "--prefill"
+        raise ConfigError(f"{lacking} is missing", hint="name engines of both kinds")
+    found = scrape.read([*prefill, *decode], seconds, progress=show)
+    return vllm_metrics.observe(found[: len(prefill)], found[len(prefill) :])
+
+
+def from_file(path: Path) -> Observation:
+    """An observation (or a report that holds one), or a ledger of requests."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 30} GiB")
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        return from_ledger(path, _rows(path, text))
+    if isinstance(whole, dict) and "observation" in whole:
+        whole = whole["observation"]
+    if isinstance(whole, dict) and set(whole) <= set(FIELDS):
+        return from_dict(whole)
+    return from_ledger(path, _rows(path, text))
+
+
+def _rows(path: Path, text: str) -> list[Recorded]:
+    decode = msgspec.json.Decoder(Recorded).decode
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                rows.append(decode(line))
+            except msgspec.DecodeError as error:
+                raise ConfigError(
+                    f"line {number} of {path} is no request of a ledger: {error}",
+                    hint="give a ledger, the JSON of a report, or an observation",
+                ) from None
+    return rows
+
+
+def from_ledger(path: Path, rows: Sequence[Recorded]) -> Observation:
+    """From requests alone: where their time went, but not what engines and links did meanwhile."""
+    if not rows:
+        raise ConfigError(f"{path} has no request")
+    ended = [row for row in rows if row.e2e_s is not None]
+    ends = np.array([row.arrival_s + (row.e2e_s or 0.0) for row in ended])
+    window_s = float(ends.max() - min(row.arrival_s for row in rows)) if len(ends) else UNKNOWN
+
+    def spent(name: str) -> float:
+        known = [row.intervals[name] for row in ended if name in row.intervals]
+        return float(np.mean(known)) if known else UNKNOWN
+
+    tpots = [
+        (row.e2e_s - row.ttft_s) / (row.output_tokens - 1)
+        for row in ended
+        if row.e2e_s is not None and row.ttft_s is not None and row.output_tokens > 1
+    ]
+    return Observation(
+        source=f"{len(rows)} requests of {path.name}",
+        window_s=window_s,
+        requests_per_s=len(ended) / window_s if window_s > 0 else UNKNOWN,
+        prompt_tokens=float(np.mean([row.prompt_tokens for row in rows])),
+        cached_tokens=float(np.mean([row.cached_tokens for row in rows])),
+        output_tokens=float(np.mean([row.output_tokens for row in rows])),
+        prefill_queue_s=spent("queue"),
+        prefill_s=spent("prefill"),
+        room_wait_s=spent("held"),
+        transfer_s=spent("transfer"),
+        decode_queue_s=spent("decode_queue"),
+        decode_s=spent("decode"),
+        preempted_s=spent("preempted"),
+        tpot_s=float(np.mean(tpots)) if tpots else UNKNOWN,
+        preemptions_per_request=float(np.mean([row.num_preemptions for row in rows])),
+    )
