@@ -3,10 +3,13 @@
 import html
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from twostroke.plan import render
 from twostroke.plan.search import Option, Plan
+
+if TYPE_CHECKING:
+    from twostroke.plan.article import Cell
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:70em;padding:0 1em;
 color:#222}h1{font-size:1.3em}pre{background:#f5f5f5;padding:1em;overflow-x:auto}
@@ -41,19 +44,17 @@ def pareto(options: Sequence[Option]) -> Any:
     figure = go.Figure()
     for is_pd, name in ((True, "prefill and decode apart"), (False, "together")):
         chosen = [
-            it
-            for it in options
-            if it.is_disaggregated == is_pd and math.isfinite(it.analysis.tpot_s.value)
+            it for it in options if it.is_disaggregated == is_pd and 0 < it.tpot_within_s < math.inf
         ]
         figure.add_scatter(
-            x=[1 / it.analysis.tpot_s.value for it in chosen],
-            y=[it.goodput_per_gpu_s for it in chosen],
+            x=[1 / it.tpot_within_s for it in chosen],
+            y=[it.within_slo_per_s / it.num_gpus for it in chosen],
             text=[f"{it.layout.name}<br>{it.analysis.binding.name} binds" for it in chosen],
             mode="markers",
             name=name,
         )
     figure.update_layout(
-        title="Every layout",
+        title="Every layout, at the most that it carries",
         xaxis_title="tokens/s for one user",
         yaxis_title="requests/s within the SLO, per GPU",
     )
@@ -92,5 +93,34 @@ def changes(plan: Plan) -> Any:
     )
     figure.update_layout(
         title="What one change does", yaxis={"title": "requests/s", "tickformat": "+.0%"}
+    )
+    return figure
+
+
+def overlap_map(cells: "Sequence[Cell]") -> Any:
+    """How much of the shorter of transfer and decoding is hidden, over KV and link."""
+    import plotly.graph_objects as go
+
+    links = list(dict.fromkeys(cell.link_bytes_per_s for cell in cells))
+    sizes = list(dict.fromkeys(cell.kv_gib for cell in cells))
+    by_place = {(cell.kv_gib, cell.link_bytes_per_s): cell for cell in cells}
+    grid = [[by_place[size, link] for link in links] for size in sizes]
+    figure = go.Figure()
+    figure.add_heatmap(
+        x=[f"{link / 1e9:g} GB/s" for link in links],
+        y=[f"{row[0].kv_gib:g} GiB ({row[0].slots} requests)" for row in grid],
+        z=[[cell.overlap for cell in row] for row in grid],
+        text=[
+            [f"{cell.overlap:.2f}<br>{cell.total_s:.0f} s in all" for cell in row] for row in grid
+        ],
+        texttemplate="%{text}",
+        zmin=0,
+        zmax=1,
+        colorscale="Viridis",
+    )
+    figure.update_layout(
+        title="Overlap of transfer and decoding: 1 hidden, 0 one after the other",
+        xaxis_title="link between P and D",
+        yaxis_title="KV on each of D's GPUs",
     )
     return figure

@@ -31,8 +31,7 @@ def text(plan: Plan, json_path: str) -> str:
         _changes(plan),
         _notes(plan),
         _unfit(plan),
-        "to run it:\n"
-        + "\n".join(f"  {line}" for line in commands(plan.question, plan.best.layout)),
+        _commands(plan),
         _error_bar(plan),
         f"JSON: {json_path}",
     ]
@@ -201,11 +200,15 @@ def _error_bar(plan: Plan) -> str:
 
 
 def pareto(options: Sequence[Option]) -> str:
-    """Speed for one user against good requests per GPU; P for P/D, a for engines that do both."""
+    """Speed for one user against requests/s per GPU, each layout at the most that it carries."""
     points = [
-        (1 / it.analysis.tpot_s.value, it.goodput_per_gpu_s, "P" if it.is_disaggregated else "a")
+        (
+            1 / it.tpot_within_s,
+            it.within_slo_per_s / it.num_gpus,
+            "P" if it.is_disaggregated else "a",
+        )
         for it in reversed(options)
-        if it.analysis.tpot_s.value > 0 and math.isfinite(it.analysis.tpot_s.value)
+        if 0 < it.tpot_within_s < math.inf
     ]
     if not points:
         return ""
@@ -216,7 +219,9 @@ def pareto(options: Sequence[Option]) -> str:
         column = min(PLOT_COLUMNS - 1, int(x / most_x * (PLOT_COLUMNS - 1)))
         row = PLOT_ROWS - 1 - min(PLOT_ROWS - 1, int(y / most_y * (PLOT_ROWS - 1)))
         grid[row][column] = "*" if index == len(points) - 1 else mark
-    lines = ["good req/s per GPU   (* the answer, P prefill and decode apart, a together)"]
+    lines = [
+        "req/s per GPU within the SLO   (* the answer, P prefill and decode apart, a together)"
+    ]
     for index, cells in enumerate(grid):
         label = most_y * (PLOT_ROWS - 1 - index) / (PLOT_ROWS - 1)
         lines.append(f"{label:8.3g} |{''.join(cells)}".rstrip())

@@ -18,7 +18,7 @@ from twostroke.plan.search import Option, Plan
 def show(
     data: Mapping[str, Any],
     text: str,
-    page: str | None,
+    page: Callable[[], str] | None,
     *,
     json: bool,
     html: Path | None,
@@ -62,12 +62,10 @@ def finite(value: Any) -> Any:
 
 def show_plan(plan: Plan, *, json: bool, html: Path | None) -> None:
     """Print a plan; see `show`."""
-    page = None
-    if html is not None:
-        from twostroke.plan.page import plan_page
+    from twostroke.plan.page import plan_page
 
-        page = plan_page(plan)
-    show(plan_dict(plan), render.text(plan, "{json}"), page, json=json, html=html, name="plan")
+    text = render.text(plan, "{json}")
+    show(plan_dict(plan), text, lambda: plan_page(plan), json=json, html=html, name="plan")
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:

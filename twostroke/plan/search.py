@@ -32,12 +32,13 @@ class Option:
     """A layout with what closed forms say of it, and the twin where it was asked.
 
     `within_slo_per_s` is the largest rate at which both bounds hold; `analysis` is at the rate
-    asked for, or at that one when it is less.
+    asked for, or at that one when it is less. The twin ran at that rate, or at less.
     """
 
     layout: Layout
     analysis: Analysis
     within_slo_per_s: float
+    tpot_within_s: float  # at that rate
     checked: Checked | None = None
 
     @property
@@ -149,7 +150,13 @@ def _option(question: Question, layout: Layout) -> Option:
     within = within_slo_per_s(question, layout)
     rate = min(demand.rate_per_s, within) if within > 0 else demand.rate_per_s
     analysis = analyse(layout, demand.at_rate(rate), link, tpot_slo_s=question.slo.tpot_s)
-    return Option(layout=layout, analysis=analysis, within_slo_per_s=within)
+    most = analyse(layout, demand.at_rate(within), link) if within > rate else analysis
+    return Option(
+        layout=layout,
+        analysis=analysis,
+        within_slo_per_s=within,
+        tpot_within_s=most.tpot_s.value,
+    )
 
 
 def within_slo_per_s(question: Question, layout: Layout) -> float:
