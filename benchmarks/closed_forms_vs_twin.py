@@ -109,7 +109,13 @@ def cases() -> Iterator[Case]:
         for load in (0.3, 0.6):
             yield Case(name=f"{cost} together", layout=both, load=load, **sizes)
         slow = replace(FAST, bytes_per_s=2e9)
-        yield Case(name=f"{cost} link overloaded", layout=pd(4, 1, kv=4 * few), load=1.4, link=slow, **sizes)
+        yield Case(
+            name=f"{cost} link overloaded",
+            layout=pd(4, 1, kv=4 * few),
+            load=1.4,
+            link=slow,
+            **sizes,
+        )
         yield Case(name=f"{cost} many engines", layout=pd(3, 5), load=0.6, **sizes)
     yield Case(name="a prompt in four steps", layout=Layout(
         prefill=pool("compute", budget=2048), decode=pool("compute", 2)),

@@ -261,7 +261,7 @@ def _text(study: Study) -> str:
         "",
         "overlap of transfer and decoding on D (1 hidden, 0 one after the other), by KV and link:",
         _map_table(study.cells),
-        "overlap = (T_link + T_decode - T) / min(T_link, T_decode); T: first arrival to last token;",
+        "overlap = (T_link + T_decode - T) / min(T_link, T_decode); T: first arrival to last token",
         "T_link: all bytes on the link alone; T_decode: T with a link that takes no time",
         *_lessons(study.cells),
         "",
