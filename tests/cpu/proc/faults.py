@@ -159,7 +159,7 @@ class Runner:
         self.outcome.requests += len(asked)
         self.outcome.hangs += len(hanging)
         await asyncio.gather(*hanging, return_exceptions=True)
-        await self._mend()
+        await self.engines.mend()
         try:
             await self.engines.check_idle()
         except (TimeoutError, AssertionError) as error:
@@ -216,23 +216,6 @@ class Runner:
                     )
                 except RequestError:  # it is the last one that decodes
                     self.outcome.faults["switch refused"] += 1
-
-    async def _mend(self) -> None:
-        """Replace the dead, and give everybody the role that they began with."""
-        fleet = self.engines.engine.dispatcher.fleet
-        living = [it for it in fleet if it.state != "gone"]
-        missing = list(self.engines.roles)
-        strays = []
-        for it in living:
-            if (it.next_role or it.role) in missing:
-                missing.remove(it.next_role or it.role)
-            else:
-                strays.append(it)
-        for it, role in zip(strays, missing, strict=False):
-            self.engines.engine.set_role(it.index, role)
-        for role in missing[len(strays) :]:
-            self.engines.add(role)
-        await self.engines.wait_ready()
 
 
 async def run_schedules(engines: PdEngines, seeds: Sequence[int], *, show: bool = False) -> Outcome:

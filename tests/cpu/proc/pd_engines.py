@@ -124,6 +124,23 @@ class PdEngines:
         while it.state != "gone":
             await asyncio.sleep(0.01)
 
+    async def mend(self) -> None:
+        """Replace the dead, and give everybody the role that they began with."""
+        fleet = self.engine.dispatcher.fleet
+        living = [it for it in fleet if it.state != "gone"]
+        missing = list(self.roles)
+        strays = []
+        for it in living:
+            if (it.next_role or it.role) in missing:
+                missing.remove(it.next_role or it.role)
+            else:
+                strays.append(it)
+        for it, role in zip(strays, missing, strict=False):
+            self.engine.set_role(it.index, role)
+        for role in missing[len(strays) :]:
+            self.add(role)
+        await self.wait_ready()
+
     async def ask(
         self,
         prompt: Sequence[int],
