@@ -113,7 +113,8 @@ class Deployment:
             for it in fleet:
                 if it.state == "gone" and (it.index, it.error) not in self._gone:
                     self._gone.add((it.index, it.error))
-                    logger.error("engine %d (%s) is gone: %s", it.index, it.role, it.error)
+                    level = logging.INFO if it.is_leaving else logging.ERROR
+                    logger.log(level, "engine %d (%s) is gone: %s", it.index, it.role, it.error)
                 elif it.ready is not None and self._ready.get(it.index) is not it.ready:
                     self._ready[it.index] = it.ready
                     logger.info("engine %d (%s) is ready", it.index, it.role)

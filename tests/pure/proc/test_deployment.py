@@ -150,8 +150,8 @@ async def test_engines_that_do_not_fit_are_refused(key, changes, reason):
         assert engine.engines == []
 
 
-async def test_engines_whose_kv_differs_are_refused_once_they_have_loaded(key, caplog):
-    async with deployed(key) as (deployment, engine):
+async def test_engines_whose_kv_differs_are_refused_once_they_have_loaded(key):
+    async with deployed(key) as (deployment, _):
         p = await Joined(key, deployment).join("prefill", "p")
         p.ready()
         d = await Joined(key, deployment).join("decode", "d")
