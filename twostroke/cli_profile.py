@@ -83,8 +83,8 @@ def _measure(settings: "EngineConfig", seconds: float, *, show: bool) -> "Profil
             on_progress=lambda share: bar.update(task, completed=share),
         )
         peaks = device_peaks()
-    cost, host, error = fit_costs(seen.steps, seen.waves, seen.relay_s)
-    link, link_error = _link(seen.loads)
+    cost, host, error = fit_costs(seen.trace, seen.waves, seen.relay_s)
+    link, link_error = _link(seen.trace.loads)
     return Profile(
         model=checkpoint.served_name,
         device=device_name(),
@@ -103,13 +103,13 @@ def _read(settings: "EngineConfig", paths: list[Path]) -> "Profile":
     """Fit to what was recorded: no client's times are known, so ingress and egress are 0."""
     from twostroke.cost_host import fit_costs
     from twostroke.cost_profile import Profile
-    from twostroke.trace_steps import read_trace
+    from twostroke.trace_steps import Trace, read_trace
 
     traces = [read_trace(path) for path in paths]
-    steps = [step for steps, _ in traces for step in steps]
-    link, link_error = _link([load for _, loads in traces for load in loads])
+    steps = [step for trace in traces for step in trace.steps]
+    link, link_error = _link([load for trace in traces for load in trace.loads])
     try:
-        cost, host, error = fit_costs(steps, [])
+        cost, host, error = fit_costs(Trace(steps, [], []), [])
     except ValueError as problem:
         raise ConfigError(f"{paths[0]}: {problem}") from None
     return Profile(

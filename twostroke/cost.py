@@ -133,6 +133,7 @@ class HostCost:
     gap_row_s: float = 0.0  # and this much longer for each row
     frontend_s: float = 0.0
     frontend_token_s: float = 0.0  # for each prompt token
+    frontend_busy_s: float = 0.0  # of that, nobody else's request is looked at
     ingress_s: float = 0.0
     ingress_token_s: float = 0.0
     egress_s: float = 0.0
@@ -143,7 +144,7 @@ class HostCost:
 
     def __post_init__(self) -> None:
         check_numbers("host cost", self.gap_s, self.gap_row_s, self.ingress_s, self.ingress_token_s)
-        check_numbers("host cost", self.frontend_s, self.frontend_token_s)
+        check_numbers("host cost", self.frontend_s, self.frontend_token_s, self.frontend_busy_s)
         check_numbers("host cost", self.egress_s, self.egress_row_s)
         check_numbers("host cost", self.deliver_s, self.deliver_row_s)
         check_numbers("slowdown", *self.slowdown, least=1.0)

@@ -15,7 +15,7 @@ import numpy as np
 
 from twostroke.cost import HostCost, LinearStepCost
 from twostroke.cost_fit import FitError, fit_step_cost, robust_fit, work_of
-from twostroke.trace_steps import TracedStep
+from twostroke.trace_steps import Trace, TracedStep
 
 ALONE = 0.02  # a step counts as alone when others compute for at most this share of it
 TOGETHER = 0.5  # least share that says something of the slowdown
@@ -33,13 +33,14 @@ class Wave:
 
 
 def fit_costs(
-    steps: Sequence[TracedStep], waves: Sequence[Wave], relay_s: float = 0.0
+    trace: Trace, waves: Sequence[Wave], relay_s: float = 0.0
 ) -> tuple[LinearStepCost, HostCost, FitError]:
     """The cost of a step alone, what is around it, and the error of both together on all steps.
 
     `relay_s` is what a message between router and engine takes; the rest of the way to the client
     and back is the front end's. Raises ValueError when no step says anything.
     """
+    steps = trace.steps
     busy = _overlaps(steps)
     alone = [step.sample for step, others in zip(steps, busy, strict=True) if others <= ALONE]
     cost, _ = fit_step_cost(alone or [step.sample for step in steps])
@@ -52,6 +53,7 @@ def fit_costs(
         gap_row_s=gap_row_s,
         frontend_s=max(0.0, inward_s - relay_s),
         frontend_token_s=inward_token_s,
+        frontend_busy_s=_busy(trace.inputs_s, waves),
         ingress_s=min(relay_s, inward_s),
         egress_s=min(relay_s, outward_s),
         deliver_s=max(0.0, outward_s - relay_s),
@@ -155,6 +157,19 @@ def _inward(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float, 
         if wave.num_requests == 1 and first < len(starts) and starts[first] < wave.ended_s:
             seen.append((wave.prompt_tokens, float(starts[first]) - wave.sent_s))
     return _line(seen)
+
+
+def _busy(inputs_s: Sequence[float], waves: Sequence[Wave]) -> float:
+    """Seconds from one request of a wave to the next, when the engine has them: the front end takes
+    one after the other."""
+    times = np.array(inputs_s)
+    between = []
+    for wave in waves:
+        first = int(np.searchsorted(times, wave.sent_s))
+        last = first + wave.num_requests - 1
+        if wave.num_requests > 1 and last < len(times) and times[last] < wave.ended_s:
+            between.append(float(times[last] - times[first]) / (wave.num_requests - 1))
+    return float(np.median(between)) if between else 0.0
 
 
 def _outward(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Reads steps and KV loads back out of a Chrome trace that `serve --trace` wrote (`trace.py`)."""
+"""Reads back out of a Chrome trace what `serve --trace` wrote: steps, KV loads, messages in."""
 
 import json
 import re
@@ -35,8 +35,17 @@ class TracedLoad:
     num_messages: int
 
 
-def read_trace(path: Path) -> tuple[list[TracedStep], list[TracedLoad]]:
-    """All steps that ran rows, and all loads, by their start. Reads traces that were cut short too.
+@dataclass(frozen=True)
+class Trace:
+    """All steps that ran rows, and all loads, by their start; and when messages reached engines."""
+
+    steps: list[TracedStep]
+    loads: list[TracedLoad]
+    inputs_s: list[float]
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace, one that was cut short too.
 
     Raises ConfigError when the file cannot be read, or holds no step with its work.
     """
@@ -64,7 +73,12 @@ def read_trace(path: Path) -> tuple[list[TracedStep], list[TracedLoad]]:
         for event in events
         if _pid(event) in engines and (load := _load(event, engines[_pid(event)]))
     ]
-    return sorted(steps, key=_start_s), sorted(loads, key=_start_s)
+    inputs_s = [
+        float(event["ts"]) / 1e6
+        for event in events
+        if _pid(event) in engines and event.get("name") == "decode" and "ts" in event
+    ]
+    return Trace(sorted(steps, key=_start_s), sorted(loads, key=_start_s), sorted(inputs_s))
 
 
 def _start_s(item: TracedStep | TracedLoad) -> float:

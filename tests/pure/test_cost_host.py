@@ -8,7 +8,7 @@ from twostroke.cost import HostCost, LinearStepCost
 from twostroke.cost_fit import work_of
 from twostroke.cost_host import Wave, error_on, fit_costs
 from twostroke.messages import StepSample
-from twostroke.trace_steps import TracedStep
+from twostroke.trace_steps import Trace, TracedStep
 
 COST = LinearStepCost(base_s=5e-3, token_s=2e-5, row_s=1e-4, context_s=1e-7)
 HOST = HostCost(
@@ -46,9 +46,15 @@ def run_waves(engine: int, seed: int, start_s: float, slow: float = 1.0) -> tupl
     return steps, waves
 
 
+def inputs_of(waves: list[Wave]) -> list[float]:
+    """When the engine has each request: 1.5 ms after the one before."""
+    first_s = HOST.frontend_s + HOST.ingress_s
+    return [w.sent_s + first_s + 1.5e-3 * i for w in waves for i in range(w.num_requests)]
+
+
 def test_what_was_put_in_comes_out() -> None:
     steps, waves = run_waves(0, 1, 100.0)
-    cost, host, error = fit_costs(steps, waves, relay_s=5e-4)
+    cost, host, error = fit_costs(Trace(steps, [], inputs_of(waves)), waves, relay_s=5e-4)
     assert error.p90 < 1e-3
     assert cost.base_s == pytest.approx(COST.base_s, rel=0.01)
     assert host.gap_s == pytest.approx(HOST.gap_s, rel=0.02)
@@ -56,6 +62,7 @@ def test_what_was_put_in_comes_out() -> None:
     assert host.ingress_s == host.egress_s == 5e-4
     assert host.frontend_s == pytest.approx(HOST.frontend_s, rel=0.02)
     assert host.frontend_token_s == pytest.approx(HOST.frontend_token_s, rel=0.05)
+    assert host.frontend_busy_s == pytest.approx(1.5e-3)
     assert host.deliver_s == pytest.approx(HOST.deliver_s, rel=0.02)
     assert host.deliver_row_s == pytest.approx(HOST.deliver_row_s, rel=0.05)
     assert host.slowdown == (1.0,)
@@ -67,7 +74,7 @@ def test_engines_that_slow_each_other_down() -> None:
     later = alone[-1].end_s + 1
     both = run_waves(0, 2, later, slow=1.6)[0] + run_waves(1, 2, later, slow=1.6)[0]
     steps = sorted([*alone, *both], key=lambda step: step.start_s)
-    cost, host, _ = fit_costs(steps, waves)
+    cost, host, _ = fit_costs(Trace(steps, [], []), waves)
     assert cost.base_s == pytest.approx(COST.base_s, rel=0.02)
     assert host.slowdown == pytest.approx((1.0, 1.6), rel=0.05)
     assert error_on(cost, host, steps).median < 0.02
@@ -75,7 +82,7 @@ def test_engines_that_slow_each_other_down() -> None:
 
 def test_steps_without_clients() -> None:
     steps, _ = run_waves(0, 3, 0.0)
-    _, host, _ = fit_costs(steps, [])
+    _, host, _ = fit_costs(Trace(steps, [], []), [])
     assert host.frontend_s == host.ingress_s == host.egress_s == host.deliver_s == 0.0
     with pytest.raises(ValueError, match="no step"):
-        fit_costs([], [])
+        fit_costs(Trace([], [], []), [])

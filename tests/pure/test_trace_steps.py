@@ -17,6 +17,7 @@ def path(tmp_path: Path) -> Path:
     trace.begin(path)
     core = Tracer(path, "engine core 3")
     core.span("main", "plan 1", 0.5, 0.6, requests=1, tokens=9)
+    core.span("input", "decode", 0.4, 0.41, bytes=200)
     work = {"num_tokens": 9, "num_rows": 2, "num_sampled": 1}
     work |= {"context_tokens": 40, "attended_tokens": 123}
     core.span("worker", "step 2", 2.0, 2.25, **work)
@@ -29,7 +30,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_steps_of_a_trace_that_is_cut_short(path: Path) -> None:
-    (first, second), (load,) = read_trace(path)
+    trace = read_trace(path)
+    (first, second), (load,) = trace.steps, trace.loads
+    assert trace.inputs_s == [0.4]
     assert (first.engine, first.start_s, first.end_s) == (3, 1.0, 1.5)
     assert (second.start_s, second.end_s) == (2.0, 2.25)
     assert second.sample.attended_tokens == 123
@@ -37,12 +40,12 @@ def test_steps_of_a_trace_that_is_cut_short(path: Path) -> None:
     assert (load.engine, load.end_s, load.num_bytes, load.num_messages) == (3, 2.75, 1000, 4)
     with path.open("a") as file:
         file.write('{"pid": 1, "name": "step 4", "ts"')
-    assert len(read_trace(path)[0]) == 2
+    assert len(read_trace(path).steps) == 2
 
 
 def test_steps_of_a_finished_trace(path: Path) -> None:
     trace.finish(path)
-    assert len(read_trace(path)[0]) == 2
+    assert len(read_trace(path).steps) == 2
 
 
 @pytest.mark.parametrize("text", ["", "[\n", '{"pid": []}\n[1]\n{"args": 3, "name": "step 1"}\n'])

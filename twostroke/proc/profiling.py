@@ -37,7 +37,7 @@ from twostroke.config import EngineConfig
 from twostroke.cost_host import Wave
 from twostroke.cost_profile import DevicePeaks
 from twostroke.errors import EngineDeadError, TwostrokeError
-from twostroke.trace_steps import TracedLoad, TracedStep, read_trace
+from twostroke.trace_steps import Trace, TracedStep, read_trace
 
 START_S = 600.0
 STOP_S = 60.0
@@ -129,8 +129,8 @@ class Server:
         if self._process.stdout is not None:
             self._process.stdout.close()
 
-    def read(self) -> tuple[list[TracedStep], list[TracedLoad]]:
-        """The steps and loads of its life, once it has stopped."""
+    def read(self) -> Trace:
+        """What it did in its life, once it has stopped."""
         return read_trace(self.trace)
 
 
@@ -220,11 +220,10 @@ async def _limits(client: httpx.AsyncClient) -> Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A grid's steps, KV loads and waves; a message between router and engine in seconds; and the
-    steps of a mixed load, which nothing was fitted to."""
+    """A grid's trace and waves; a message between router and engine in seconds; and the steps of a
+    mixed load, which nothing was fitted to."""
 
-    steps: list[TracedStep]
-    loads: list[TracedLoad]
+    trace: Trace
     waves: list[Wave]
     relay_s: float
     held_out: list[TracedStep]
@@ -254,13 +253,13 @@ def measure(
             split_s = time.monotonic()
             asyncio.run(_mixed_load(server.url, waves, seconds=0.2 * seconds, seed=config.seed + 1))
         on_progress(1.0)
-        steps, loads = server.read()
+        trace = server.read()
+    steps = [step for step in trace.steps if step.start_s < split_s]
     return Measured(
-        steps=[step for step in steps if step.start_s < split_s],
-        loads=loads,
+        trace=Trace(steps, trace.loads, trace.inputs_s),
         waves=waves,
         relay_s=relay_s,
-        held_out=[step for step in steps if step.start_s >= split_s],
+        held_out=[step for step in trace.steps if step.start_s >= split_s],
     )
 
 

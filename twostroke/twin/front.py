@@ -11,11 +11,15 @@ class FrontEnd:
 
     def __init__(self, host: HostCost) -> None:
         self._host = host
+        self._free_s = 0.0  # when it can look at the next request
         self._last_s: dict[int, float] = {}  # when clients had the last of each engine
 
-    def delay_s(self, num_prompt_tokens: int) -> float:
-        """From a client's sending until the router has the request."""
-        return self._host.frontend_s + self._host.frontend_token_s * num_prompt_tokens
+    def received_s(self, sent_s: float, num_prompt_tokens: int) -> float:
+        """When the router has what a client sends: requests are taken one after the other."""
+        host = self._host
+        begun_s = max(sent_s, self._free_s)
+        self._free_s = begun_s + host.frontend_busy_s
+        return begun_s + (host.frontend_s + host.frontend_token_s * num_prompt_tokens)
 
     def delivered_s(self, engine: int, time_s: float, rows: int) -> float:
         """When clients have what the router has of an engine at `time_s`, of so many requests."""

@@ -292,8 +292,9 @@ class World:
             arrival_s=time_s,
         )
         self.requests.arrived(index, time_s)
-        if delay_s := self._front.delay_s(len(request.prompt_token_ids)):
-            self._push(time_s + delay_s, _MESSAGE, next(self._order), (ROUTER, request))
+        received_s = self._front.received_s(time_s, len(request.prompt_token_ids))
+        if received_s > time_s:
+            self._push(received_s, _MESSAGE, next(self._order), (ROUTER, request))
         else:
             self._submit(request, time_s)
 

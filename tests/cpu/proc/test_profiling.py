@@ -50,8 +50,10 @@ def test_profile_reads_a_trace(tiny_dir: Path, tmp_path: Path) -> None:
 
         body = {"prompt": [65] * 20, "max_tokens": 40, "ignore_eos": True}
         assert httpx.post(server.url + "/v1/completions", json=body).is_success
-    steps, loads = server.read()
-    assert loads == []
+    trace = server.read()
+    steps = trace.steps
+    assert trace.loads == []
+    assert len(trace.inputs_s) >= 1
     assert steps[0].sample.num_tokens == 20
     assert len(steps) == 40
     out = tmp_path / "profile.json"

@@ -6,7 +6,13 @@ import pytest
 from tests.pure.twin.deployments import group, run
 from twostroke.cost import HostCost
 
-FRONT = HostCost(frontend_s=0.003, frontend_token_s=1e-5, deliver_s=0.002, deliver_row_s=1e-4)
+FRONT = HostCost(
+    frontend_s=0.003,
+    frontend_token_s=1e-5,
+    frontend_busy_s=0.001,
+    deliver_s=0.002,
+    deliver_row_s=1e-4,
+)
 SPEC = "poisson:30/s,in=uniform(20,400),out=uniform(2,60),n=50"
 
 
@@ -24,6 +30,14 @@ def test_a_handoff_passes_the_front_end_once() -> None:
     fronted = run([group("prefill", host=FRONT), group("decode", host=FRONT)], load)
     later_s = 0.003 + 100 * 1e-5 + 0.002 + 1e-4
     assert fronted.ttft_s - plain.ttft_s == pytest.approx([later_s])
+
+
+def test_requests_are_taken_one_after_the_other() -> None:
+    busy = HostCost(frontend_s=0.003, frontend_busy_s=0.002)
+    load = "burst:inf/s,size=8,in=16,out=1,n=8"
+    plain, fronted = (run([group(host=host)], load) for host in (HostCost(), busy))
+    assert fronted.intervals_s[:, 0] == pytest.approx(0.003 + 0.002 * np.arange(8))
+    assert plain.intervals_s[:, 0] == pytest.approx(0)
 
 
 @pytest.mark.parametrize("roles", [("both",), ("prefill", "decode")])

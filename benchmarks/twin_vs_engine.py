@@ -1,0 +1,290 @@
+"""The twin against our own engine on this machine: fitted on one load, predicting others.
+
+    python benchmarks/twin_vs_engine.py [--model M] [--layout both 1p1d] [--seconds 90]
+        [--requests 40] [--rounds 3] [--json]
+
+For each layout a server is started and profiled over a grid of prompts (`twostroke profile`), then
+stopped. Another one is given loads that the fit has not seen, `--rounds` times each with other
+seeds: arrivals at random at 40 % and 75 % of what the twin says it carries, and all at once. The
+twin replays each with the moments at which requests really left. Goals: medians of TTFT and TPOT
+within 10 %, P99 within 20 %, output tokens a second within 5 %.
+
+Nothing else must run on the machine: on two cores, one process more doubles every step.
+"""
+
+import argparse
+import asyncio
+import random
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from twostroke.bench import load, report
+from twostroke.bench.load import Outcome, Target
+from twostroke.bench.workload import FIRST_TOKEN_ID, Prompt
+from twostroke.checkpoint import Checkpoint, resolve
+from twostroke.config import EngineConfig, SchedulerConfig
+from twostroke.cost import BandwidthCurve, HostCost, LinearStepCost, LinkCost
+from twostroke.cost_fit import fit_link_cost
+from twostroke.cost_host import error_on, fit_costs
+from twostroke.kv.sizing import KvLayout
+from twostroke.proc.profiling import Server, measure
+from twostroke.router.dispatch import DispatchSettings
+from twostroke.twin.scenario import EngineGroup, Result, Scenario, simulate
+from twostroke.twin.transfers import Link
+from twostroke.twin.workload import Workload, of_columns
+
+GOALS = {"P50 TTFT": 0.10, "P50 TPOT": 0.10, "P99 TTFT": 0.20, "P99 TPOT": 0.20, "tokens/s": 0.05}
+NUM_BLOCKS = 2048  # usable ones; more than any load here needs
+LAYOUTS = {"both": {}, "1p1d": {"prefill": 1, "decode": 1, "pd_policy": "always"}}
+
+
+@dataclass(frozen=True)
+class Load:
+    """`share` of what the engines carry (None: all requests at once), and ranges of lengths."""
+
+    name: str
+    share: float | None
+    prompt_tokens: tuple[int, int]
+    output_tokens: tuple[int, int]
+
+
+LOADS = (
+    Load("chat at 40 %", 0.40, (16, 256), (16, 64)),
+    Load("long prompts at 75 %", 0.75, (128, 768), (4, 24)),
+    Load("chat at 75 %", 0.75, (16, 256), (16, 64)),
+    Load("all at once", None, (16, 128), (32, 96)),
+)
+
+
+class Fitted(NamedTuple):
+    """What a profile of a layout says."""
+
+    step: LinearStepCost
+    host: HostCost
+    link: LinkCost | None
+
+
+class Requests(NamedTuple):
+    """A load drawn from a seed: lengths, and when each leaves."""
+
+    prompt_tokens: list[int]
+    output_tokens: list[int]
+    offsets_s: list[float]
+
+
+def draw(one: Load, count: int, seed: int, requests_per_s: float) -> Requests:
+    rng = random.Random(f"{one.name} {seed}")
+    now, offsets = 0.0, []
+    for _ in range(count):
+        now += 0.0 if one.share is None else rng.expovariate(requests_per_s)
+        offsets.append(now)
+    prompts = [rng.randint(*one.prompt_tokens) for _ in range(count)]
+    return Requests(prompts, [rng.randint(*one.output_tokens) for _ in range(count)], offsets)
+
+
+def workload_of(requests: Requests, arrival_s: list[float]) -> Workload:
+    return of_columns(
+        "load",
+        np.array(arrival_s),
+        np.array(requests.prompt_tokens, np.int32),
+        np.array(requests.output_tokens, np.int32),
+    )
+
+
+def scenario_of(
+    config: EngineConfig, checkpoint: Checkpoint, fitted: Fitted, workload: Workload
+) -> Scenario:
+    """The layout in the twin."""
+    shape = checkpoint.shape
+    scheduler = SchedulerConfig(
+        block_size=config.block_size,
+        num_blocks=NUM_BLOCKS + 1,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=config.async_scheduling,
+    )
+    layout = KvLayout(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=config.block_size,
+    )
+    engines = [
+        EngineGroup(
+            role=role,
+            cost=fitted.step,
+            config=scheduler,
+            layout=layout,
+            host=fitted.host,
+            max_hold_share=config.kv_hold_share,
+        )
+        for role in config.local_roles
+    ]
+    if fitted.link is None:
+        return Scenario(engines=engines, workload=workload)
+    link = Link(
+        bandwidth=BandwidthCurve((0.0,), (fitted.link.bytes_per_s,)),
+        base_s=fitted.link.base_s,
+        message_s=fitted.link.message_s,
+        pipelined=fitted.link.pipelined,
+    )
+    settings = DispatchSettings(pd_policy="always", kv_mode=config.kv_mode)
+    return Scenario(engines=engines, workload=workload, link=link, settings=settings)
+
+
+def fit(config: EngineConfig, seconds: float) -> Fitted:
+    """Profile the layout; print what came of it."""
+    seen = measure(config, seconds=seconds)
+    step, host, error = fit_costs(seen.trace, seen.waves, seen.relay_s)
+    print(f"  fit: {error}\n  mixed load held out: {error_on(step, host, seen.held_out)}")
+    link = None
+    if loads := seen.trace.loads:
+        link, link_error = fit_link_cost(
+            [it.num_messages for it in loads],
+            [it.num_bytes for it in loads],
+            [it.end_s - it.start_s for it in loads],
+        )
+        print(f"  KV transfers: {link_error}")
+    return Fitted(step, host, link)
+
+
+async def send_all(url: str, requests: Requests, seed: int) -> list[Outcome]:
+    rng = random.Random(seed)
+    async with load.connect(url) as client:
+        target = Target(model=await load.find_model(client), ignore_eos=True)
+        vocab_size = await load.find_vocab_size(client)
+        prompts = [
+            Prompt([rng.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(length)], output)
+            for length, output in zip(requests.prompt_tokens, requests.output_tokens, strict=True)
+        ]
+        warm_up = [Prompt(prompts[0].prompt[::-1], 4)]
+        await load.run(client, target, warm_up, [0.0])
+        outcomes, _ = await load.run(client, target, prompts, requests.offsets_s)
+    if failed := next((outcome.error for outcome in outcomes if outcome.error), ""):
+        raise SystemExit(f"the engine failed a request: {failed}")
+    return outcomes
+
+
+class Latencies(NamedTuple):
+    """Of the requests of several rounds, in seconds; and tokens a second of each round."""
+
+    ttft_s: list[float]
+    tpot_s: list[float]
+    tokens_per_s: list[float]
+
+    def figures(self) -> dict[str, float]:
+        """In ms, and tokens a second."""
+        values = {}
+        for share in (50, 99):
+            values[f"P{share} TTFT"] = float(np.percentile(self.ttft_s, share)) * 1e3
+            values[f"P{share} TPOT"] = float(np.percentile(self.tpot_s, share)) * 1e3
+        return values | {"tokens/s": float(np.mean(self.tokens_per_s))}
+
+
+def note_engine(into: Latencies, outcomes: list[Outcome]) -> None:
+    start_s = min(outcome.start_s for outcome in outcomes)
+    end_s = max(outcome.chunk_times_s[-1] for outcome in outcomes)
+    into.ttft_s.extend(outcome.ttft_s for outcome in outcomes)
+    into.tpot_s.extend(outcome.tpot_s for outcome in outcomes)
+    into.tokens_per_s.append(sum(it.output_tokens for it in outcomes) / (end_s - start_s))
+
+
+def note_twin(into: Latencies, result: Result) -> None:
+    into.ttft_s.extend(result.ttft_s.tolist())
+    into.tpot_s.extend(result.tpot_s.tolist())
+    into.tokens_per_s.append(float(result.output_tokens.sum()) / result.duration_s)
+
+
+def check_layout(name: str, options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
+    """Fit, serve, predict and print one layout; figures by load."""
+    config = replace(
+        EngineConfig(model=options.model),
+        **LAYOUTS[name],
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        max_model_len=2048,
+        num_gpu_blocks_override=NUM_BLOCKS + 1,
+        max_num_queued_reqs=4096,
+    )
+    checkpoint = resolve(config)
+    print(f"{name}: profiling for {options.seconds:g} s", flush=True)
+    fitted = fit(config, options.seconds)
+    figures = {}
+    with tempfile.TemporaryDirectory() as directory:
+        with Server(config, Path(directory)) as server:
+            for one in LOADS:
+                figures[one.name] = check_load(one, server.url, config, checkpoint, fitted, options)
+                print_load(f"{name}: {one.name}", figures[one.name])
+        steps = server.read().steps
+    print(f"{name}: steps of all these loads: {error_on(fitted.step, fitted.host, steps)}\n")
+    return figures
+
+
+def check_load(
+    one: Load,
+    url: str,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    fitted: Fitted,
+    options: argparse.Namespace,
+) -> dict[str, dict[str, float]]:
+    """Some rounds of a load on the engine, and the same in the twin."""
+    probe = draw(one, 2 * options.requests, 0, 1.0)
+    at_once = workload_of(probe, [0.0] * len(probe.offsets_s))
+    capacity = simulate(scenario_of(config, checkpoint, fitted, at_once)).request_rate
+    engine, twin = (Latencies([], [], []) for _ in range(2))
+    for seed in range(1, options.rounds + 1):
+        requests = draw(one, options.requests, seed, capacity * (one.share or 1.0))
+        outcomes = asyncio.run(send_all(url, requests, seed))
+        note_engine(engine, outcomes)
+        first_s = min(outcome.start_s for outcome in outcomes)
+        workload = workload_of(requests, [it.start_s - first_s for it in outcomes])
+        note_twin(twin, simulate(scenario_of(config, checkpoint, fitted, workload)))
+    return {"engine": engine.figures(), "twin": twin.figures()}
+
+
+def print_load(title: str, both: dict[str, dict[str, float]]) -> None:
+    rows = []
+    for figure, goal in GOALS.items():
+        measured, predicted = both["engine"][figure], both["twin"][figure]
+        error = predicted / measured - 1
+        verdict = "" if abs(error) <= goal else f"beyond {goal:.0%}"
+        rows.append([figure, f"{measured:,.1f}", f"{predicted:,.1f}", f"{error:+.1%}", verdict])
+    print(report.table([title, "engine", "twin", "error", "goal"], rows) + "\n", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="", help="default: SmolLM2")
+    parser.add_argument("--layout", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--seconds", type=float, default=90.0, help="of profiling, a layout")
+    parser.add_argument("--requests", type=int, default=40, help="of a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    options = parser.parse_args()
+    figures = {name: check_layout(name, options) for name in options.layout}
+    missed = [
+        f"{layout}, {one}: {figure}"
+        for layout, loads in figures.items()
+        for one, both in loads.items()
+        for figure, goal in GOALS.items()
+        if abs(both["twin"][figure] / both["engine"][figure] - 1) > goal
+    ]
+    total = sum(len(loads) for loads in figures.values()) * len(GOALS)
+    print(f"{total - len(missed)} of {total} figures within their goals")
+    for one in missed:
+        print(f"  beyond: {one}")
+    if options.json:
+        print(report.json_line({"figures": figures, "beyond": missed}))
+
+
+if __name__ == "__main__":
+    main()
