@@ -17,6 +17,7 @@ from twostroke.cli_chat import API_KEY, URL, chat
 from twostroke.cli_flags import ENGINE_ONLY, SERVER_ONLY, EngineFlags, with_engine_flags
 from twostroke.cli_plan import diagnose, plan
 from twostroke.cli_profile import profile
+from twostroke.cli_twin import twin
 from twostroke.config import SECRET_FIELDS
 from twostroke.errors import ConfigError, ModelError, TwostrokeError
 
@@ -100,6 +101,7 @@ app.command()(chat)
 app.command()(profile)
 app.command()(plan)
 app.command()(diagnose)
+app.command()(twin)
 app.add_typer(bench_app, name="bench")
 
 

@@ -7,11 +7,16 @@ all requests; throughput is over the whole duration; failed requests count only 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.bench.load import Outcome
+from twostroke.arrays import Float64s, Int64s
 from twostroke.errors import ConfigError
+
+if TYPE_CHECKING:  # it brings an HTTP client, which a run that was simulated does not need
+    from twostroke.bench.load import Outcome
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
@@ -59,8 +64,28 @@ def parse_percentiles(text: str) -> list[float]:
     return values
 
 
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """A run in columns: one entry for each request that was answered, in seconds and tokens.
+
+    `itl_s[i]` is a time between two pieces of output that came itl_counts[i] times.
+    """
+
+    num_failed: int
+    input_tokens: int
+    output_tokens: int
+    ttft_s: Float64s
+    tpot_s: Float64s  # 0 for an answer of one token
+    e2el_s: Float64s
+    has_tpot: Sequence[bool]  # more than one token
+    itl_s: Float64s
+    itl_counts: Int64s
+    max_output_tokens_per_s: float
+    max_concurrent_requests: int
+
+
 def summarise(
-    outcomes: Sequence[Outcome],
+    outcomes: "Sequence[Outcome]",
     duration_s: float,
     *,
     metrics: Sequence[str] = METRICS,
@@ -69,46 +94,97 @@ def summarise(
 ) -> Result:
     """All figures of a run. Latencies in ms; rates per second."""
     done = [outcome for outcome in outcomes if not outcome.error]
-    input_tokens = sum(outcome.prompt_tokens for outcome in done)
-    output_tokens = sum(outcome.output_tokens for outcome in done)
-    result: Result = {
-        "duration": duration_s,
-        "completed": len(done),
-        "failed": len(outcomes) - len(done),
-        "total_input_tokens": input_tokens,
-        "total_output_tokens": output_tokens,
-        "request_throughput": len(done) / duration_s,
-        "request_goodput": _num_good(done, goodput_ms) / duration_s if goodput_ms else None,
-        "output_throughput": output_tokens / duration_s,
-        "total_token_throughput": (input_tokens + output_tokens) / duration_s,
-        "max_output_tokens_per_s": _peak_output_rate(done),
-        "max_concurrent_requests": _peak_concurrency(done),
-    }
-    samples_s: dict[str, list[float]] = {
-        "ttft": [outcome.ttft_s for outcome in done],
-        "tpot": [outcome.tpot_s for outcome in done if outcome.output_tokens > 1],
-        "itl": [gap for outcome in done for gap in outcome.itls_s],
-        "e2el": [outcome.e2el_s for outcome in done],
-    }
-    for name in metrics:
-        values_ms = np.array(samples_s[name] or [0.0]) * 1000
-        result[f"mean_{name}_ms"] = float(values_ms.mean())
-        result[f"median_{name}_ms"] = float(np.median(values_ms))
-        result[f"std_{name}_ms"] = float(values_ms.std())
-        for percentile in percentiles:
-            result[f"p{percentile:g}_{name}_ms"] = float(np.percentile(values_ms, percentile))
-    return result
-
-
-def _num_good(done: Sequence[Outcome], limits_ms: Mapping[str, float]) -> int:
-    """Requests that met every limit. One with a single token has a TPOT of 0, which is good."""
-    return sum(
-        all(1000 * getattr(outcome, f"{name}_s") <= limit for name, limit in limits_ms.items())
-        for outcome in done
+    itls_s = np.array([gap for outcome in done for gap in outcome.itls_s])
+    columns = Columns(
+        num_failed=len(outcomes) - len(done),
+        input_tokens=sum(outcome.prompt_tokens for outcome in done),
+        output_tokens=sum(outcome.output_tokens for outcome in done),
+        ttft_s=np.array([outcome.ttft_s for outcome in done]),
+        tpot_s=np.array([outcome.tpot_s for outcome in done]),
+        e2el_s=np.array([outcome.e2el_s for outcome in done]),
+        has_tpot=[outcome.output_tokens > 1 for outcome in done],
+        itl_s=itls_s,
+        itl_counts=np.ones(len(itls_s), np.int64),
+        max_output_tokens_per_s=_peak_output_rate(done),
+        max_concurrent_requests=_peak_concurrency(done),
+    )
+    return summarise_columns(
+        columns, duration_s, metrics=metrics, percentiles=percentiles, goodput_ms=goodput_ms
     )
 
 
-def _peak_output_rate(done: Sequence[Outcome]) -> float:
+def summarise_columns(
+    run: Columns,
+    duration_s: float,
+    *,
+    metrics: Sequence[str] = METRICS,
+    percentiles: Sequence[float] = (99.0,),
+    goodput_ms: Mapping[str, float] | None = None,
+) -> Result:
+    """The same of a run in columns."""
+    done = len(run.e2el_s)
+    result: Result = {
+        "duration": duration_s,
+        "completed": done,
+        "failed": run.num_failed,
+        "total_input_tokens": run.input_tokens,
+        "total_output_tokens": run.output_tokens,
+        "request_throughput": done / duration_s,
+        "request_goodput": _num_good(run, goodput_ms) / duration_s if goodput_ms else None,
+        "output_throughput": run.output_tokens / duration_s,
+        "total_token_throughput": (run.input_tokens + run.output_tokens) / duration_s,
+        "max_output_tokens_per_s": run.max_output_tokens_per_s,
+        "max_concurrent_requests": run.max_concurrent_requests,
+    }
+    samples_s = {
+        "ttft": run.ttft_s,
+        "tpot": run.tpot_s[np.array(run.has_tpot, np.bool_)],
+        "itl": run.itl_s,
+        "e2el": run.e2el_s,
+    }
+    for name in metrics:
+        values_ms = samples_s[name] * 1000 if len(samples_s[name]) else np.zeros(1)
+        counts = run.itl_counts if name == "itl" and len(run.itl_s) else None
+        mean, deviation, cuts = _moments(values_ms, counts, [50.0, *percentiles])
+        result[f"mean_{name}_ms"] = mean
+        result[f"median_{name}_ms"] = cuts[0]
+        result[f"std_{name}_ms"] = deviation
+        for percentile, value in zip(percentiles, cuts[1:], strict=True):
+            result[f"p{percentile:g}_{name}_ms"] = value
+    return result
+
+
+def _moments(
+    values: Float64s, counts: Int64s | None, percentiles: Sequence[float]
+) -> tuple[float, float, list[float]]:
+    """Mean, standard deviation and percentiles of values that came `counts` times (None: once)."""
+    if counts is None:
+        cuts: list[float] = np.percentile(values, percentiles).tolist()
+        return float(values.mean()), float(values.std()), cuts
+    total = int(counts.sum())
+    mean = float((values * counts).sum() / total)
+    deviation = math.sqrt(float((counts * (values - mean) ** 2).sum() / total))
+    order = np.argsort(values)
+    ends = np.cumsum(counts[order])
+    places = (total - 1) * np.array(percentiles) / 100
+    below = np.floor(places).astype(np.int64)
+    low, high = (
+        values[order[np.searchsorted(ends, place, side="right")]]
+        for place in (below, np.minimum(below + 1, total - 1))
+    )
+    between: list[float] = (low + (high - low) * (places - below)).tolist()
+    return mean, deviation, between
+
+
+def _num_good(run: Columns, limits_ms: Mapping[str, float]) -> int:
+    """Requests that met every limit. One with a single token has a TPOT of 0, which is good."""
+    good = np.ones(len(run.e2el_s), np.bool_)
+    for name, limit in limits_ms.items():
+        good &= 1000 * getattr(run, f"{name}_s") <= limit
+    return int(good.sum())
+
+
+def _peak_output_rate(done: "Sequence[Outcome]") -> float:
     """Most pieces of output in one second, seconds counted from the first request."""
     start_s = min((outcome.start_s for outcome in done), default=0.0)
     seconds = Counter(
@@ -117,7 +193,7 @@ def _peak_output_rate(done: Sequence[Outcome]) -> float:
     return float(max(seconds.values(), default=0))
 
 
-def _peak_concurrency(done: Sequence[Outcome]) -> int:
+def _peak_concurrency(done: "Sequence[Outcome]") -> int:
     """Most requests at the same time; one that ends as another starts does not count twice."""
     changes = [(outcome.start_s, 1) for outcome in done]
     changes += [(outcome.chunk_times_s[-1], -1) for outcome in done]

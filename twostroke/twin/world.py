@@ -396,7 +396,7 @@ class World:
             ):
                 if (ledger := requests.ledgers[index]) is not None:
                     ledger.mark(kind, at_s)
-                    if kind == Boundary.PREEMPTED:
+                    if ledger.awaits_token:
                         self._preempted.add(index)
         for prefill in outputs.prefills:
             requests.cached_tokens[prefill.handle] = prefill.cached_tokens

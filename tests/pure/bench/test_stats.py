@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from twostroke.bench import stats
@@ -76,3 +77,13 @@ def test_goodput_limits_are_written_in_any_usual_way():
 def test_wrong_options_are_named(parse, value, words):
     with pytest.raises(ConfigError, match=words):
         parse(value)
+
+
+def test_gaps_that_are_counted_give_what_gaps_one_by_one_give():
+    gaps = np.array([0.5, 0.1, 0.3, 0.1])
+    counts = np.array([3, 5, 1, 2])
+    percentiles = [0, 10, 33.3, 50, 90, 99, 100]
+    counted = stats._moments(gaps, counts, percentiles)
+    plain = stats._moments(np.repeat(gaps, counts), None, percentiles)
+    assert counted[:2] == pytest.approx(plain[:2])
+    assert counted[2] == pytest.approx(plain[2])
