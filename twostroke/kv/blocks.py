@@ -1,17 +1,21 @@
 """The pool of KV blocks: reference counts and the free list, in the order blocks are reused.
 
 Blocks are 0 to num_blocks - 1. Block 0 is the null block: a placeholder in block tables that is
-never free and never used; here it doubles as the anchor of the free list, which is a circle:
+never free and never used. The free list is a queue:
 
-    0 ──next──▶ front (reused first) ──▶ ... ──▶ back (just released) ──▶ 0
+    front (reused first) ... back (just released)
 
-A doubly linked list, because a prefix hit takes a block out of the middle. Plain Python lists hold
-the links: single items of a list are read several times faster than items of an array.
+A prefix hit takes a block out of its middle. The queue's entry for it stays behind and is `stale`
+from then on: whoever comes to it passes it over. If the block is released again, it gets a second
+entry further back, so of several entries of a block the first ones are the stale ones. Plain Python
+containers hold all this: single items of a list are read several times faster than of an array.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 NULL_BLOCK = 0
+_SLACK_ENTRIES = 1024
 
 
 class BlockPool:
@@ -21,8 +25,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
         self.references = [0] * num_blocks
-        self._next = [*range(1, num_blocks), NULL_BLOCK]
-        self._previous = [num_blocks - 1, *range(num_blocks - 1)]
+        self._queue = deque(range(1, num_blocks))
+        self._stale: dict[int, int] = {}  # how many entries of a block in the queue are
 
     @property
     def num_usable(self) -> int:
@@ -30,48 +34,71 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """The `count` blocks at the front, each with one reference. There must be that many."""
-        following, references = self._next, self.references
-        taken = []
-        block = following[NULL_BLOCK]
-        for _ in range(count):
-            taken.append(block)
+        first, references = self._queue.popleft, self.references
+        taken: list[int] = []
+        while missing := count - len(taken):
+            batch = [first() for _ in range(missing)]
+            taken += self._without_stale(batch) if self._stale else batch
+        for block in taken:
             references[block] = 1
-            block = following[block]
-        following[NULL_BLOCK] = block
-        self._previous[block] = NULL_BLOCK
         self.num_free -= count
         return taken
 
+    def _without_stale(self, batch: list[int]) -> list[int]:
+        """Pass over the stale ones among entries that just left the queue."""
+        stale = self._stale
+        passed = [block for block in batch if block in stale]
+        once = set(passed)
+        if len(once) == len(passed):
+            for block in passed:
+                self._pass_over(stale, block)
+            return [block for block in batch if block not in once] if passed else batch
+        # A block's stale entries and its own are in one batch: one by one.
+        taken = []
+        for block in batch:
+            if block in stale:
+                self._pass_over(stale, block)
+            else:
+                taken.append(block)
+        return taken
+
+    @staticmethod
+    def _pass_over(stale: dict[int, int], block: int) -> None:
+        if stale[block] == 1:
+            del stale[block]
+        else:
+            stale[block] -= 1
+
     def pin(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block, taking it out of the free list where it was free."""
-        following, previous, references = self._next, self._previous, self.references
+        references, stale = self.references, self._stale
         for block in blocks:
             if references[block] == 0:
-                before, after = previous[block], following[block]
-                following[before] = after
-                previous[after] = before
+                stale[block] = stale.get(block, 0) + 1
                 self.num_free -= 1
             references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop a reference from each, in order; those left with none go to the back, in order."""
-        following, previous, references = self._next, self._previous, self.references
-        back = previous[NULL_BLOCK]
+        references, freed = self.references, []
         for block in blocks:
-            if block == NULL_BLOCK:
-                continue
-            references[block] -= 1
-            if references[block] == 0:
-                following[back] = block
-                previous[block] = back
-                back = block
-                self.num_free += 1
-        following[back] = NULL_BLOCK
-        previous[NULL_BLOCK] = back
+            if block != NULL_BLOCK:
+                left = references[block] - 1
+                references[block] = left
+                if not left:
+                    freed.append(block)
+        self._queue.extend(freed)
+        self.num_free += len(freed)
+        # A prefix that is hit again and again leaves an entry behind each time.
+        if len(self._queue) > 2 * self.num_free + _SLACK_ENTRIES:
+            self._queue = deque(self.free_blocks())
+            self._stale.clear()
 
     def free_blocks(self) -> Iterator[int]:
         """The free list, front to back."""
-        block = self._next[NULL_BLOCK]
-        while block != NULL_BLOCK:
-            yield block
-            block = self._next[block]
+        stale = dict(self._stale)
+        for block in self._queue:
+            if block in stale:
+                self._pass_over(stale, block)
+            else:
+                yield block

@@ -207,15 +207,14 @@ class KvManager:
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Take blocks out of the prefix map (their content is invalid); owners keep them."""
-        for block in blocks:
-            if self._map.key_of[block] is not None:
-                self._evict(block)
+        self._evict(list(blocks))
 
-    def _evict(self, block: int) -> None:
-        self._map.remove(block)
-        self._last_lookup = None
-        for table in [t for t, memo in self._memos.items() if block in memo.blocks]:
-            del self._memos[table]
+    def _evict(self, blocks: list[int]) -> None:
+        """Take the keys of blocks that have one, and forget look-ups that found them."""
+        if self._map.remove_all(blocks):
+            self._last_lookup = None
+            for table in [t for t, m in self._memos.items() if not m.blocks.isdisjoint(blocks)]:
+                del self._memos[table]
 
     def reset(self) -> bool:
         """Empty the prefix cache; refused (False) while any block is in use."""
@@ -330,10 +329,7 @@ class KvManager:
     def _fresh(self, count: int) -> list[int]:
         """Blocks from the front of the free list, stripped of their keys."""
         taken = self.pool.take(count)
-        key_of = self._map.key_of
-        for block in taken:
-            if key_of[block] is not None:
-                self._evict(block)
+        self._evict(taken)
         return taken
 
     def _release_unseen(self, table: BlockTable, num_computed: int) -> None:
@@ -376,6 +372,8 @@ class KvManager:
         """Leading blocks of `table` that all requests with blocks share."""
         if self._window is not None or not self.caching:
             return 0
+        if self.num_owners == 1:
+            return len(table.blocks)
         references = self.pool.references
         for index, block in enumerate(table.blocks):
             if references[block] != self.num_owners:

@@ -15,6 +15,7 @@ from hashing like no token at all. `start` is drawn from the request's domain (i
 
 import hashlib
 import secrets
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,8 +96,10 @@ class PrefixHasher:
 
 
 def _keys_of(chain: UInt64s) -> list[bytes]:
-    raw = (chain >> _TOP_HALF).astype(np.uint32).tobytes()
-    return [raw[i : i + KEY_BYTES] for i in range(0, len(raw), KEY_BYTES)]
+    # Of the ways to cut memory into `bytes` of equal size this is several times the fastest.
+    halves = (chain >> _TOP_HALF).astype(np.uint32)
+    keys: list[bytes] = halves.view(f"V{KEY_BYTES}").reshape(-1).tolist()
+    return keys
 
 
 class PrefixMap:
@@ -110,11 +113,28 @@ class PrefixMap:
     def add(self, keys: list[bytes], blocks: list[int]) -> None:
         """Register each block under its key, unless it has one already or is the null block."""
         key_of, first = self.key_of, self.first
+        if NULL_BLOCK in blocks or any([key_of[block] for block in blocks]):
+            known = [i for i, b in enumerate(blocks) if b != NULL_BLOCK and key_of[b] is None]
+            keys, blocks = [keys[i] for i in known], [blocks[i] for i in known]
+        holders = list(map(first.setdefault, keys, blocks))
         for key, block in zip(keys, blocks, strict=True):
-            if block != NULL_BLOCK and key_of[block] is None:
-                key_of[block] = key
-                if first.setdefault(key, block) != block:
+            key_of[block] = key
+        if holders != blocks:
+            for key, block, holder in zip(keys, blocks, holders, strict=True):
+                if holder != block:
                     self._later.setdefault(key, []).append(block)
+
+    def remove_all(self, blocks: Iterable[int]) -> bool:
+        """Take the key from each block that has one; whether any had."""
+        key_of, first, later = self.key_of, self.first, self._later
+        keyed = [(block, key) for block in blocks if (key := key_of[block]) is not None]
+        for block, key in keyed:
+            if later and key in later:
+                self.remove(block)
+            else:
+                key_of[block] = None
+                del first[key]
+        return bool(keyed)
 
     def remove(self, block: int) -> None:
         """Take the key from a block that has one."""

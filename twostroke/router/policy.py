@@ -22,9 +22,9 @@ the least recently sent are forgotten once they exceed its pool. A wrong guess c
 """
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ DECODE_TOKENS = 32
 MAX_IMBALANCE = 1.5
 SLACK_TOKENS = 8 * DECODE_TOKENS  # so that a prefix is worth something while the others idle
 MAX_INDEX_BLOCKS = 1 << 16  # an engine; about 10 MB
+_FEW = 8  # this part of them may be too many
 
 
 class PrefixKeys:
@@ -71,11 +72,12 @@ class PrefixKeys:
 
 
 class PrefixIndex:
-    """Which blocks were lately sent to one engine: at most `capacity`, the oldest go first."""
+    """Which blocks were lately sent to one engine: at most `capacity` (or an eighth more, if it is
+    large), the oldest go first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._keys: OrderedDict[int, None] = OrderedDict()
+        self._keys: dict[int, None] = {}  # the oldest first
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -86,11 +88,14 @@ class PrefixIndex:
 
     def add(self, keys: Sequence[int]) -> None:
         """The ends of prompts go before their beginnings, as in the engine's own cache."""
-        for key in reversed(keys):
-            self._keys[key] = None
-            self._keys.move_to_end(key)
-        while len(self._keys) > self.capacity:
-            self._keys.popitem(last=False)
+        added = dict.fromkeys(reversed(keys))
+        for key in added.keys() & self._keys.keys():
+            del self._keys[key]
+        self._keys.update(added)
+        # Many at once: to find the oldest a dictionary passes over all that were deleted before.
+        if len(self._keys) > self.capacity + self.capacity // _FEW:
+            for key in list(islice(self._keys, len(self._keys) - self.capacity)):
+                del self._keys[key]
 
     def clear(self) -> None:
         self._keys.clear()

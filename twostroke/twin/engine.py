@@ -167,7 +167,8 @@ class TwinEngine:
                 if self._on_plan is not None:
                     self._on_plan(plan)
                 self.executor.submit(plan)
-            self._take_outputs()
+            if core.state.handoff is not None:  # what it says of KV cannot wait for a result
+                self._take_outputs()
             if plan is not None and len(plan.slots) and core.num_in_flight < self._depth:
                 continue
             break

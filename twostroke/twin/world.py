@@ -18,10 +18,12 @@ import numpy as np
 
 from twostroke.arrays import Float64s, Int32s, Int64s
 from twostroke.clock import VirtualClock
+from twostroke.config import SchedulerConfig
 from twostroke.connector.handoff import HandoffScheduler
 from twostroke.connector.layout import record_of
 from twostroke.core.loop import EngineCore
 from twostroke.errors import ConfigError, EngineDeadError
+from twostroke.kv.prefix import PrefixHasher
 from twostroke.kv_messages import TRANSFER_ID_BYTES, KvEndpoint
 from twostroke.ledger import Boundary
 from twostroke.messages import (
@@ -69,6 +71,7 @@ class World:
         self._order = itertools.count()
         self._last_output_s: list[float] = []
         self._last_input_s: list[float] = []
+        self._hashers: dict[int, PrefixHasher] = {}  # by block size
         self._preempted: set[int] = set()  # and without a token since
         self._network_s = math.inf
         self._timer_s = math.inf
@@ -136,7 +139,7 @@ class World:
         )
         engine = TwinEngine(
             index,
-            EngineCore(config, clock, connector=connector),
+            self._core(config, clock, connector),
             executor,
             clock,
             self,
@@ -152,6 +155,15 @@ class World:
         ready = EngineReady(index, config.max_model_len, config.num_blocks, config.block_size)
         ready.kv = endpoint
         self.dispatcher.engine_ready(index, ready)
+
+    def _core(
+        self, config: SchedulerConfig, clock: VirtualClock, connector: HandoffScheduler | None
+    ) -> EngineCore:
+        core = EngineCore(config, clock, connector=connector)
+        # One secret for all: it takes long to draw, and decides nothing.
+        hasher = core.state.kv.hasher
+        core.state.kv.hasher = self._hashers.setdefault(config.block_size, hasher)
+        return core
 
     def _token_of(self, request_id: str) -> int:
         return self.scenario.workload.output_value(int(request_id.partition("#")[0]))
