@@ -41,7 +41,7 @@ def skippable_turns(state: EngineState) -> int:
     if (
         (pending != len(state.in_flight)).any()
         or (seats.computed[slots] != known + pending - 1).any()
-        or (known <= seats.num_prompt[slots]).any()
+        or (known < seats.num_prompt[slots]).any()
         or seats.special[slots].any()
     ):
         return 0
@@ -61,13 +61,12 @@ def _may_admit(state: EngineState) -> bool:
 
 
 def _is_plain(state: EngineState, step: Step) -> bool:
-    """Whether the step runs one token of each running request, in order, and samples each."""
+    """Whether the step samples a token of each running request, in order."""
     return (
         len(step.slots) == state.num_running
         and bool((step.slots == state.running).all())
         and bool((step.uids == state.seats.uid[step.slots]).all())
         and bool(step.samples.all())
-        and bool((step.num_scheduled == 1).all())
     )
 
 
@@ -116,13 +115,8 @@ def skip(state: EngineState, turns: int, token_ids: Int32s) -> list[int]:
     known = seats.known[slots]
     last = known + turns
     # Tokens first: the keys of the blocks that get full are made of them.
-    if turns == 1:
-        seats.tokens[slots, known] = token_ids
-    else:
-        for slot, start, end, token in zip(
-            slots.tolist(), known.tolist(), last.tolist(), token_ids.tolist(), strict=True
-        ):
-            seats.tokens[slot, start:end] = token
+    places = known[:, None] + np.arange(turns)
+    seats.tokens[slots[:, None], places] = token_ids[:, None]
     _take_blocks(state, turns)
     _register_blocks(state, turns)
     seats.known[slots] = last
@@ -130,7 +124,8 @@ def skip(state: EngineState, turns: int, token_ids: Int32s) -> list[int]:
     if state.in_flight:
         step = state.in_flight[0]
         step.number += turns
-        step.num_computed = step.num_computed + turns
+        step.num_computed = seats.computed[slots] - 1
+        step.num_scheduled = np.ones(len(slots), np.int32)
     return state.flush_freed_slots()
 
 
@@ -152,11 +147,13 @@ def _take_blocks(state: EngineState, turns: int) -> None:
     total = int(counts.sum())
     if not total:
         return
-    first = seats.room[slots] - seats.computed[slots] + 1
+    grown = np.flatnonzero(counts)
+    lacking, counts = slots[grown], counts[grown]
+    first = seats.room[lacking] - seats.computed[lacking] + 1
+    tables = [state.request_at(slot).table for slot in lacking.tolist()]
     _, rows = _boundaries(first, counts, size)
-    tables = [state.request_at(slot).table for slot in slots.tolist()]
     state.kv.take_for([tables[row] for row in rows.tolist()], [1] * total)
-    seats.room[slots] += counts * size
+    seats.room[lacking] += counts * size
 
 
 def _register_blocks(state: EngineState, turns: int) -> None:
@@ -173,7 +170,5 @@ def _register_blocks(state: EngineState, turns: int) -> None:
     counts = full // size - seats.register_at[slots] // size + 1
     seats.hash_blocks(slots, full)
     tables = [state.request_at(slot).table for slot in slots.tolist()]
-    for row in _boundaries(first, counts, size)[1].tolist():
-        table = tables[row]
-        state.kv.register(table, ((table.num_registered or 0) + 1) * size)
+    state.kv.register_in_turns(tables, counts.tolist(), _boundaries(first, counts, size)[1])
     seats.register_at[slots] = (full // size + 1) * size

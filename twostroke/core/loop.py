@@ -35,7 +35,7 @@ from twostroke.core.step import Step
 from twostroke.cost import StepWork
 from twostroke.errors import ConfigError
 from twostroke.kv.manager import IntegrityError, KvManager
-from twostroke.kv_messages import KvReceived
+from twostroke.kv_messages import KvReceived, KvReport
 from twostroke.messages import (
     NO_TOKENS,
     AddRequest,
@@ -315,19 +315,31 @@ class EngineCore:
             return 0
         return fast_forward.skippable_turns(self.state)
 
-    def skip(self, turns: int, token_ids: Int32s) -> list[int]:
+    @property
+    def first_tokens_due(self) -> list[int]:
+        """Handles of requests that get their first token in the next of `skippable_turns`."""
+        seats, slots = self.state.seats, self.state.running
+        due: list[int] = seats.handle[slots[seats.known[slots] == seats.num_prompt[slots]]].tolist()
+        return due
+
+    def skip(self, turns: int, token_ids: Int32s, *, report: KvReport | None = None) -> list[int]:
         """Do what so many turns would, at least 1 and at most `skippable_turns`, without plans.
 
         Running request i samples token_ids[i] in each; none may be a stop id. The executor's step
-        in flight, if any, has to be renumbered alike, and the seats returned to be vacated. No
-        outputs: what they would hold is known.
+        in flight, if any, has to be renumbered alike, and the seats returned to be vacated. The
+        clock stands at the end of the last turn, whose result would have brought `report`. There
+        are no outputs of steps: what they would hold is known (see also `first_tokens_due`).
         """
         rows = self.state.num_running
+        self._stats.prompt_tokens += self._prompts_due()
         freed = fast_forward.skip(self.state, turns, token_ids)
         self.scheduler.num_steps += turns
         self._stats.num_steps += turns
         self._stats.step_tokens += turns * rows
         self._stats.generation_tokens += turns * rows
+        if report is not None and self.state.connector is not None:
+            self.state.connector.update_connector_output(report)
+            self._settle(self._clock.now())
         return freed
 
     def _count_drafts(self, result: StepResult, outcome: Outcome) -> None:
@@ -390,8 +402,14 @@ class EngineCore:
 
     def outlook(self, turns: int) -> "Outlook":
         """What `stats` will be within that many turns, at most `skippable_turns`."""
-        growth = fast_forward.growth_turns(self.state, turns)
-        return Outlook(self.stats(), self.state.num_running, growth, self.state.kv)
+        state, growth = self.state, fast_forward.growth_turns(self.state, turns)
+        return Outlook(self.stats(), state.num_running, self._prompts_due(), growth, state.kv)
+
+    def _prompts_due(self) -> int:
+        """Prompt tokens of the requests of `first_tokens_due`."""
+        seats, slots = self.state.seats, self.state.running
+        prompts = seats.num_prompt[slots]
+        return int(prompts[seats.known[slots] == prompts].sum())
 
     def slots(self) -> list[dict[str, Any]]:
         """What each live request does: state, tokens done and in all, blocks, age in seconds."""
@@ -436,8 +454,11 @@ class EngineCore:
 class Outlook:
     """An engine's stats in turns to come that only decode."""
 
-    def __init__(self, stats: EngineStats, rows: int, growth: list[int], kv: KvManager) -> None:
+    def __init__(
+        self, stats: EngineStats, rows: int, prompt_tokens: int, growth: list[int], kv: KvManager
+    ) -> None:
         self._stats = stats
+        self._prompt_tokens = prompt_tokens  # of requests that get their first token
         self._rows = rows
         self._growth = growth
         self._kv = kv
@@ -449,6 +470,7 @@ class Outlook:
         stats.num_steps += turns
         stats.step_tokens += turns * self._rows
         stats.generation_tokens += turns * self._rows
+        stats.prompt_tokens += self._prompt_tokens if turns else 0
         return stats
 
 

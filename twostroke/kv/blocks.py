@@ -1,18 +1,19 @@
 """The pool of KV blocks: reference counts and the free list, in the order blocks are reused.
 
 Blocks are 0 to num_blocks - 1. Block 0 is the null block: a placeholder in block tables that is
-never free and never used. The free list is a queue:
+never free and never used. The free list is a range of blocks that were never used, and a queue:
 
-    front (reused first) ... back (just released)
+    front (used first)   [fresh, fresh + 1 .. num_blocks - 1]   released first .. released last
 
-A prefix hit takes a block out of its middle. The queue's entry for it stays behind and is `stale`
-from then on: whoever comes to it passes it over. If the block is released again, it gets a second
+A prefix hit takes a block out of its middle. The block's entry stays behind and is `stale` from
+then on: whoever comes to it passes it over. If the block is released again, it gets a second
 entry further back, so of several entries of a block the first ones are the stale ones. Plain Python
 containers hold all this: single items of a list are read several times faster than of an array.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 NULL_BLOCK = 0
 _SLACK_ENTRIES = 1024
@@ -25,7 +26,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
         self.references = [0] * num_blocks
-        self._queue = deque(range(1, num_blocks))
+        self._fresh = NULL_BLOCK + 1  # the first block that was never used
+        self._queue: deque[int] = deque()
         self._stale: dict[int, int] = {}  # how many entries of a block in the queue are
 
     @property
@@ -37,7 +39,9 @@ class BlockPool:
         first, references = self._queue.popleft, self.references
         taken: list[int] = []
         while missing := count - len(taken):
-            batch = [first() for _ in range(missing)]
+            fresh = self._fresh
+            self._fresh = min(fresh + missing, self.num_blocks)
+            batch = [*range(fresh, self._fresh)] or [first() for _ in range(missing)]
             taken += self._without_stale(batch) if self._stale else batch
         for block in taken:
             references[block] = 1
@@ -91,13 +95,13 @@ class BlockPool:
         self.num_free += len(freed)
         # A prefix that is hit again and again leaves an entry behind each time.
         if len(self._queue) > 2 * self.num_free + _SLACK_ENTRIES:
-            self._queue = deque(self.free_blocks())
-            self._stale.clear()
+            self._queue = deque(block for block in self.free_blocks() if block < self._fresh)
+            self._stale = {block: 1 for block in self._stale if block >= self._fresh}
 
     def free_blocks(self) -> Iterator[int]:
         """The free list, front to back."""
         stale = dict(self._stale)
-        for block in self._queue:
+        for block in chain(range(self._fresh, self.num_blocks), self._queue):
             if block in stale:
                 self._pass_over(stale, block)
             else:

@@ -12,12 +12,13 @@ With a window W, the leading blocks that no later token can see are replaced by 
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from twostroke.config import SchedulerConfig
 from twostroke.errors import TwostrokeError
 from twostroke.kv.blocks import NULL_BLOCK, BlockPool
 from twostroke.kv.prefix import PrefixHasher, PrefixMap, UInt64s
-from twostroke.messages import Int32s
+from twostroke.messages import Int32s, Int64s
 
 _MAX_MEMOS = 32
 
@@ -204,6 +205,30 @@ class KvManager:
         if end > start:
             self._map.add(table.keys[start:end], table.blocks[start:end])
             table.num_registered = end
+
+    def register_in_turns(
+        self, tables: Sequence[BlockTable], counts: list[int], order: Sequence[int] | Int64s
+    ) -> None:
+        """Enter the next counts[i] full blocks of each table, one at a time, as `order` names them.
+
+        The order only matters where two blocks have one key: the first is served first.
+        """
+        keys: list[bytes] = []
+        blocks: list[int] = []
+        for table, count in zip(tables, counts, strict=True):
+            start = table.num_registered or 0
+            keys += table.keys[start : start + count]
+            blocks += table.blocks[start : start + count]
+            table.num_registered = start + count
+        if len(set(keys)) < len(keys):
+            ends = list(accumulate(counts))
+            nexts = [end - count for end, count in zip(ends, counts, strict=True)]
+            places = []
+            for row in order:
+                places.append(nexts[row])
+                nexts[row] += 1
+            keys, blocks = [keys[i] for i in places], [blocks[i] for i in places]
+        self._map.add(keys, blocks)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Take blocks out of the prefix map (their content is invalid); owners keep them."""

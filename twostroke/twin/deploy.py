@@ -156,8 +156,7 @@ class _Sizer:
         if options.cost == "aic":
             from twostroke.twin.aic import AicStepCost
 
-            sparse = self._shape.num_experts > 0
-            return AicStepCost(options.model, options.gpu, parallel, sparse=sparse), HostCost()
+            return AicStepCost(self._shape, options.gpu, parallel), HostCost()
         if not Path(options.cost).is_file():
             raise ConfigError(
                 f"--cost is {options.cost!r}", hint="choices: roofline, aic, or a profile's file"

@@ -24,14 +24,18 @@ from twostroke.messages import (
     AddRequest,
     EngineOutputs,
     EngineStats,
+    EventKind,
+    Events,
     Shutdown,
     ToEngine,
     UtilityCall,
 )
 from twostroke.twin.executor import CostExecutor
 
-MAX_TURNS = 512  # taken at once; bounds what is computed in vain when a message cuts them short
-MIN_TURNS = 2
+# Turns taken at once. As many as lately were, and more: what is computed and then cut short by a
+# message is in vain.
+MIN_TURNS, FIRST_TURNS, MAX_TURNS = 2, 16, 512
+_MORE = 4
 NO_HANDLES: Int64s = np.empty(0, np.int64)
 
 
@@ -76,6 +80,9 @@ class TwinEngine:
         self._inbox: deque[ToEngine] = deque()
         self._ends: Float64s | None = None  # while cruising: of its turns
         self._turns = 0
+        self._ahead = FIRST_TURNS  # how many to look ahead
+        self._first_tokens: list[int] = []  # handles: those of its first turn, not told yet
+        self._tokens_told = 0  # turns of which the tokens were told
         self._turns_told = 0  # of them, to the router
         self._outlook: Outlook | None = None
 
@@ -88,12 +95,12 @@ class TwinEngine:
 
     def transfer_ended(self, now: float) -> bool:
         """One of its loads is over. True: it waits for anything, and is to be woken now."""
-        self._disturb(now, at_once=True)
-        if self.is_waiting:
+        if self._disturb(now, at_once=False):
             return True
-        self.clock.advance_to(now)
-        self.executor.transfer_ended()
-        self.next_s = self.executor.end_of_oldest_s
+        if self._ends is None:
+            self.clock.advance_to(now)
+            self.executor.transfer_ended()
+            self.next_s = self.executor.end_of_oldest_s
         return False
 
     def _disturb(self, now: float, *, at_once: bool) -> bool:
@@ -107,7 +114,7 @@ class TwinEngine:
             else:
                 # Whether it is heard before or after they are counted makes no difference.
                 self._turns = min(self._turns, turns + 1)
-                self.next_s = float(self._ends[self._turns - 1])
+                self._set_next()
             return False
         if not self.is_waiting and self.executor.end_of_oldest_s == math.inf:
             self.next_s = min(self.next_s, self.executor.looked_up_s(now))
@@ -139,6 +146,11 @@ class TwinEngine:
     def wake(self, now: float) -> None:
         """What it waited for is due: the end of its oldest step, or a deadline."""
         if self._ends is not None:
+            if self._first_tokens:
+                self._tell_first_turn(float(self._ends[0]))
+                if self._turns > 1:
+                    self._set_next()
+                    return
             self._skip(self._turns, heeding=True)
             self._turn()
             return
@@ -203,9 +215,7 @@ class TwinEngine:
     def _cruise(self) -> bool:
         """Begin to cruise if there is anything to gain."""
         core = self.core
-        if self.executor.has_report:
-            return False
-        turns = min(core.skippable_turns, MAX_TURNS)
+        turns = min(core.skippable_turns, self._ahead)
         if turns < MIN_TURNS:
             return False
         slots = core.state.running
@@ -219,10 +229,34 @@ class TwinEngine:
             if turns < MIN_TURNS:
                 return False
         self._ends, self._turns = ends, turns
-        self._outlook, self._turns_told = None, 0
+        self._outlook, self._turns_told, self._tokens_told = None, 0, 0
+        self._first_tokens = core.first_tokens_due
         self.is_waiting = False
-        self.next_s = float(ends[turns - 1])
+        self._set_next()
         return True
+
+    def _set_next(self) -> None:
+        """The cruise goes on to its last turn; but the router must hear of first tokens at once."""
+        assert self._ends is not None
+        self.next_s = float(self._ends[0 if self._first_tokens else self._turns - 1])
+
+    def _tell_first_turn(self, time_s: float) -> None:
+        """The tokens of the first turn, some of which are the first of their requests."""
+        slots, due = self.core.state.running, self._first_tokens
+        handles = self.core.state.seats.handle[slots]
+        kinds, times = np.full(len(due), EventKind.FIRST_TOKEN, np.uint8), np.full(len(due), time_s)
+        self._sink.outputs(
+            self.index,
+            EngineOutputs(
+                handles=handles,
+                num_tokens=np.ones(len(slots), np.int32),
+                token_ids=self.executor.tokens_of(slots),
+                events=Events(np.array(due, np.int64), kinds, times),
+                stats=self.stats_at(time_s),
+                time_s=time_s,
+            ),
+        )
+        self._first_tokens, self._tokens_told = [], 1
 
     def _skip(self, turns: int, *, heeding: bool = False) -> None:
         """Take `turns` turns of the cruise, which then is over; the clock goes to their end.
@@ -232,18 +266,23 @@ class TwinEngine:
         """
         assert self._ends is not None
         ends, self._ends = self._ends, None
+        told, self._first_tokens = self._tokens_told, []
         if turns == 0:
             return
         slots = self.core.state.running
         handles = self.core.state.seats.handle[slots]
-        self.core.skip(turns, self.executor.tokens_of(slots))
-        self.executor.skip(turns, ends)
         self.clock.advance_to(float(ends[turns - 1]))
+        report = self.executor.skip(turns, ends)
+        self.core.skip(turns, self.executor.tokens_of(slots), report=report)
         self.num_skipped += turns
-        stats = None if heeding and self._inbox else self.core.stats()
-        self._sink.decoded(self.index, handles, ends[:turns], stats)
-        if stats is None:
+        self._ahead = min(max(_MORE * turns, FIRST_TURNS), MAX_TURNS)
+        tells_later = turns == told or (heeding and bool(self._inbox))
+        if turns > told:
+            stats = None if tells_later else self.core.stats()
+            self._sink.decoded(self.index, handles, ends[told:turns], stats)
+        if heeding:
             self._take_inbox()
+        if tells_later:
             said = EngineOutputs(
                 handles=NO_HANDLES,
                 num_tokens=NO_TOKENS,

@@ -210,13 +210,16 @@ class CostExecutor:
         first_s = max(self._clock.now(), self._ended_s + gap_s)
         return np.cumsum(np.concatenate(([first_s], flat)))[2::2]
 
-    def skip(self, turns: int, ends: Float64s) -> None:
-        """So many plain decode turns were taken, with the ends that `ends_of_decodes` gave."""
+    def skip(self, turns: int, ends: Float64s) -> KvReport | None:
+        """So many plain decode turns were taken, with the ends that `ends_of_decodes` gave.
+
+        The clock stands at the last one's end. Returns what its result would have reported.
+        """
         self.busy_s += float(self._costs[:turns].sum())
         self._ended_s = float(ends[turns - 1])
         if self._running:
             running = self._running[0]
             running.plan.step += turns
-            running.plan.num_computed = running.plan.num_computed + turns
             running.start_s = self._ended_s + running.gap_s
             running.end_s = float(ends[turns])
+        return self._transfers.report() if self._transfers is not None else None

@@ -16,7 +16,7 @@ NEVER = -1.0
 
 
 class IntervalLog:
-    """Every change of interval of every request, in order of time."""
+    """Every change of interval of every request."""
 
     def __init__(self) -> None:
         self._requests = array("i")
@@ -30,13 +30,12 @@ class IntervalLog:
         self._times_s.append(time_s)
 
     def columns(self) -> tuple[Int32s, Int32s, Float64s]:
-        """Requests, intervals entered and times."""
+        """Requests, intervals entered and times, in order of time and then of requests."""
+        requests = np.frombuffer(self._requests, np.int32)
+        times_s = np.frombuffer(self._times_s, np.float64)
+        order = np.lexsort((np.arange(len(times_s)), requests, times_s))
         intervals = np.frombuffer(self._intervals, np.int8).astype(np.int32)
-        return (
-            np.frombuffer(self._requests, np.int32),
-            intervals,
-            np.frombuffer(self._times_s, np.float64),
-        )
+        return requests[order], intervals[order], times_s[order]
 
 
 class TwinLedger(RequestLedger):

@@ -363,14 +363,15 @@ class World:
             num_tokens=np.ones(len(handles), np.int32),
             token_ids=np.zeros(len(handles), np.int32),
             stats=stats,
-            time_s=float(times_s[-1]),
+            time_s=self.engines[engine].clock.now(),
         )
         if stats is not None:
             self._timelines[engine].note(rows.time_s, stats)
         host = self._groups[engine].host
         times_s = times_s + (host.egress_s + host.egress_row_s * len(handles))
         np.maximum(times_s, self._last_output_s[engine], out=times_s)
-        out_s = self._last_output_s[engine] = float(times_s[-1])
+        out_s = float(times_s.max(initial=self._last_output_s[engine]))
+        self._last_output_s[engine] = out_s
         if out_s <= self.clock.now():
             self._take_decoded(engine, rows, times_s)
         else:
