@@ -39,13 +39,11 @@ class StepWork(NamedTuple):
         """The work of a plan's columns: tokens in place, and tokens to run, by row."""
         computed = num_computed.astype(np.float64)
         scheduled = num_scheduled.astype(np.float64)
-        return cls(
-            float(scheduled.sum()),
-            len(num_scheduled),
-            num_sampled,
-            float(computed.sum()),
-            float((scheduled * (computed + scheduled / 2)).sum()),
-        )
+        num_tokens = float(np.add.reduce(scheduled))
+        # Sums of whole numbers and halves are exact, in whatever order.
+        attended = float(np.dot(scheduled, computed)) + float(np.dot(scheduled, scheduled)) / 2
+        context = float(np.add.reduce(computed))
+        return cls(num_tokens, len(num_scheduled), num_sampled, context, attended)
 
 
 class StepColumns(NamedTuple):

@@ -39,10 +39,10 @@ def skippable_turns(state: EngineState) -> int:
     if state.in_flight and not _is_plain(state, state.in_flight[0]):
         return 0
     if (
-        (pending != len(state.in_flight)).any()
-        or (seats.computed[slots] != known + pending - 1).any()
-        or (known < seats.num_prompt[slots]).any()
-        or seats.special[slots].any()
+        np.count_nonzero(pending != len(state.in_flight))
+        or np.count_nonzero(seats.computed[slots] != known + pending - 1)
+        or np.count_nonzero(known < seats.num_prompt[slots])
+        or np.count_nonzero(seats.special[slots])
     ):
         return 0
     turns = int((seats.stop_at[slots] - known).min()) - 1
@@ -64,9 +64,9 @@ def _is_plain(state: EngineState, step: Step) -> bool:
     """Whether the step samples a token of each running request, in order."""
     return (
         len(step.slots) == state.num_running
-        and bool((step.slots == state.running).all())
-        and bool((step.uids == state.seats.uid[step.slots]).all())
-        and bool(step.samples.all())
+        and not np.count_nonzero(step.slots != state.running)
+        and not np.count_nonzero(step.uids != state.seats.uid[step.slots])
+        and np.count_nonzero(step.samples) == len(step.samples)
     )
 
 
@@ -80,7 +80,7 @@ def _growth(state: EngineState, turns: int) -> Int32s:
 
 def blocks_taken(state: EngineState, turns: int) -> int:
     """Blocks that all running requests take within so many turns."""
-    return int(_growth(state, turns).sum())
+    return int(np.add.reduce(_growth(state, turns)))
 
 
 def growth_turns(state: EngineState, turns: int) -> list[int]:
@@ -144,7 +144,7 @@ def _boundaries(first: Int32s, counts: Int32s, size: int) -> tuple[Int64s, Int64
 def _take_blocks(state: EngineState, turns: int) -> None:
     seats, slots, size = state.seats, state.running, state.config.block_size
     counts = _growth(state, turns)
-    total = int(counts.sum())
+    total = int(np.add.reduce(counts))
     if not total:
         return
     grown = np.flatnonzero(counts)

@@ -220,7 +220,7 @@ class EngineCore:
 
     def _note_step(self, step: Step, now: float) -> None:
         self._stats.num_steps += 1
-        self._stats.step_tokens += int(step.num_scheduled.sum())
+        self._stats.step_tokens += int(np.add.reduce(step.num_scheduled))
         for request in step.preempted:
             self._events.append((request.handle, EventKind.PREEMPTED, now))
         for finished in step.ended:
@@ -257,7 +257,7 @@ class EngineCore:
             plan.grown_blocks = np.array(
                 [block for new in step.grown.values() for block in new], np.int32
             )
-        if step.num_drafts.any():
+        if np.count_nonzero(step.num_drafts):
             plan.num_drafts = step.num_drafts
             drafts = self.state.seats.drafts[step.slots]
             within = np.arange(drafts.shape[1]) < step.num_drafts[:, None]
@@ -290,7 +290,7 @@ class EngineCore:
                 self._handoffs.report_chunks(step)
             self._settle(now)
         self._stats.prompt_tokens += outcome.num_prompt_tokens
-        self._stats.generation_tokens += int(outcome.num_kept.sum())
+        self._stats.generation_tokens += int(np.add.reduce(outcome.num_kept))
         if len(result.num_verified):
             self._count_drafts(result, outcome)
         outputs = self._drain(now)
@@ -409,7 +409,7 @@ class EngineCore:
         """Prompt tokens of the requests of `first_tokens_due`."""
         seats, slots = self.state.seats, self.state.running
         prompts = seats.num_prompt[slots]
-        return int(prompts[seats.known[slots] == prompts].sum())
+        return int(np.add.reduce(prompts[seats.known[slots] == prompts]))
 
     def slots(self) -> list[dict[str, Any]]:
         """What each live request does: state, tokens done and in all, blocks, age in seconds."""

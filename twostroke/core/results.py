@@ -78,7 +78,7 @@ class Results:
         if self._state.config.num_spec_tokens:
             plain &= step.num_drafts == 0
         tokens = result.token_ids
-        if len(tokens) != len(slots) or not plain.all():
+        if len(tokens) != len(slots) or np.count_nonzero(plain) < len(plain):
             tokens = np.append(tokens, np.int32(0))[np.minimum(starts, len(tokens))]
         after = seats.known[slots] + 1
         plain &= (after < seats.stop_at[slots]) & ~seats.may_stop(tokens)
@@ -89,12 +89,12 @@ class Results:
         slow = ~plain & (sampled > 0)
         for row in errors:
             slow[row] = True
-        if not plain.all():
+        if np.count_nonzero(plain) < len(plain):
             slots, tokens, after = slots[plain], tokens[plain], after[plain]
         seats.tokens[slots, after - 1] = tokens
         seats.known[slots] = after
         first = after == seats.num_prompt[slots] + 1
-        if first.any():
+        if np.count_nonzero(first):
             outcome.first_tokens += seats.handle[slots[first]].tolist()
             outcome.num_prompt_tokens += int(seats.num_prompt[slots[first]].sum())
         if self._async:
@@ -102,7 +102,7 @@ class Results:
             seats.placeholders[slots] = pending
             full = np.minimum(seats.computed[slots] - pending, after)
             fills = full >= seats.register_at[slots]
-            if fills.any():
+            if np.count_nonzero(fills):
                 self._state.register_blocks(slots[fills], full[fills])
         outcome.num_kept[plain] = 1
         return np.flatnonzero(slow).tolist()
@@ -239,6 +239,6 @@ class Results:
 def handles_of(step: Step, outcome: Outcome) -> tuple[Int64s, Int32s]:
     """Handles and token counts of the rows that kept tokens."""
     kept = outcome.num_kept > 0
-    if kept.all():
+    if np.count_nonzero(kept) == len(kept):
         return step.handles, outcome.num_kept
     return step.handles[kept], outcome.num_kept[kept]

@@ -114,7 +114,7 @@ class Scheduler:
         # A step in flight certainly ends these.
         wanted[(pending > 0) & (computed + 2 - pending >= seats.end[slots])] = 0
         np.maximum(wanted, 0, out=wanted)
-        if int(wanted.sum()) > step.budget:
+        if int(np.add.reduce(wanted)) > step.budget:
             before = np.cumsum(wanted) - wanted
             wanted = np.clip(step.budget - before, 0, wanted).astype(np.int32)
         after = computed + wanted
@@ -127,10 +127,10 @@ class Scheduler:
         stop = self._grow_rows(step, slots, short, computed, needed)
         full = np.minimum(after, known)[:stop]
         fills = (full >= seats.register_at[slots[:stop]]) & active[:stop]
-        if fills.any():
+        if np.count_nonzero(fills):
             self.state.register_blocks(slots[:stop][fills], full[fills])
         counts[start : start + stop] = wanted[:stop]
-        step.budget -= int(wanted[:stop].sum())
+        step.budget -= int(np.add.reduce(wanted[:stop]))
         if stop == len(slots):
             return None
         counts[start + stop] = wanted[stop]
@@ -151,7 +151,7 @@ class Scheduler:
         lacking = slots[places]
         missing = needed[places] - seats.room[lacking]
         counts = (missing + (kv.block_size - 1)) // kv.block_size
-        if not kv.windowed and int(counts.sum()) <= kv.num_free:
+        if not kv.windowed and int(np.add.reduce(counts)) <= kv.num_free:
             seats.room[lacking] += counts * kv.block_size
             tables = [self.state.request_at(slot).table for slot in lacking.tolist()]
             step.grown.update(

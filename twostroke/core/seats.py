@@ -147,8 +147,8 @@ class Seats:
                 self._hash_row(slot, start, end)
             return
         due = (first + 1) * size <= up_to
-        while due.any():
-            if not due.all():
+        while np.count_nonzero(due):
+            if np.count_nonzero(due) < len(due):
                 slots, first, up_to = slots[due], first[due], up_to[due]
             positions = (first * size)[:, None] + self._block_offsets
             tokens = self.tokens[slots[:, None], positions]

@@ -48,7 +48,7 @@ def translated(outputs: EngineOutputs, special: Legs) -> EngineOutputs:
             keep[row] = _is_clients(leg)
             handles[row] = leg.job.handle
         changed["handles"] = handles[keep]
-        if not keep.all():
+        if np.count_nonzero(keep) < len(keep):
             changed["token_ids"] = outputs.token_ids[np.repeat(keep, outputs.num_tokens)]
             changed["num_tokens"] = outputs.num_tokens[keep]
     return msgspec.structs.replace(outputs, **changed)

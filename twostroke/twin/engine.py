@@ -219,7 +219,7 @@ class TwinEngine:
         if turns < MIN_TURNS:
             return False
         slots = core.state.running
-        context_tokens = int(core.state.seats.computed[slots].sum())
+        context_tokens = int(np.add.reduce(core.state.seats.computed[slots]))
         ends = self.executor.ends_of_decodes(len(slots), context_tokens, turns)
         if (deadline_s := core.next_deadline_s()) is not None:
             # Turn i begins at the end of turn i - 1; one that begins at the deadline is not plain.

@@ -97,7 +97,9 @@ class CostExecutor:
             self._running.append(RunningPlan(plan, now, 0.0, 0.0))
             self._resolve()
             return
-        work = StepWork.of_rows(plan.num_computed, plan.num_scheduled, int(plan.samples.sum()))
+        work = StepWork.of_rows(
+            plan.num_computed, plan.num_scheduled, int(np.count_nonzero(plan.samples))
+        )
         seconds = self._cost.step_s(work)
         if self._host.slowdown != _ALONE:
             seconds *= self._host.slowdown_of(self._num_busy())

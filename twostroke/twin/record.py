@@ -71,7 +71,7 @@ class Gaps:
 
     def add(self, gaps: Float64s) -> None:
         """One gap of each of some requests."""
-        if len(gaps) and gaps[0] == gaps[-1] and bool((gaps == gaps[0]).all()):
+        if len(gaps) and gaps[0] == gaps[-1] and np.count_nonzero(gaps == gaps[0]) == len(gaps):
             self._values.append(float(gaps[0]))
             self._counts.append(len(gaps))
         else:
@@ -116,7 +116,7 @@ class Requests:
         self.num_tokens[handles] += 1
         second = int(time_s)
         self._per_second[second] = self._per_second.get(second, 0) + len(handles)
-        if (new := before < 0).any():
+        if np.count_nonzero(new := before < 0):
             self.first_s[handles[new]] = time_s
             before = before[~new]
         if len(before):

@@ -9,11 +9,14 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from twostroke.connector import layout
 from twostroke.cost import BandwidthCurve
 from twostroke.kv_messages import (
     KvCommands,
     KvEndpoint,
+    KvLayoutRecord,
     KvLink,
     KvLoad,
     KvLoadEnd,
@@ -182,10 +185,7 @@ class EngineTransfers:
             self._end(load.load_id, error="the engine that holds the prompt is gone")
             return
         ours = self.endpoint.layout
-        # All ranks read alike and at once: what the first one reads says what all do.
-        rows = layout.pieces(load.ticket.endpoint.layout, ours, 0, load).values()
-        messages = sum(len(pieces) for pieces in rows)
-        num_bytes = sum(int(pieces[:, 2].sum()) for pieces in rows) * ours.tensor_parallel_size
+        num_bytes, messages = volume(load.ticket.endpoint.layout, ours, load)
         state.num_bytes += num_bytes
         state.num_messages += messages
         self._num_pieces += 1
@@ -234,4 +234,26 @@ class EngineTransfers:
             self._end(load_id, error="the engine that holds the prompt is gone")
 
 
-__all__ = ["EngineTransfers", "Fabric", "Flow", "Link"]
+def volume(theirs: KvLayoutRecord, ours: KvLayoutRecord, load: KvLoad) -> tuple[int, int]:
+    """Bytes that all ranks read for a load, and the pieces that each of them reads them in."""
+    if (theirs.block_size, theirs.tensor_parallel_size) == (
+        ours.block_size,
+        ours.tensor_parallel_size,
+    ):
+        # Whole blocks, and those adjacent at both ends together: as `pieces` says, but sooner.
+        first = load.first_token // ours.block_size
+        end = -(-load.ticket.num_tokens // ours.block_size)
+        if load.first_token == load.ticket.num_tokens:
+            return 0, 0
+        gaps = np.diff(load.ticket.block_ids[first:end]) != 1
+        gaps |= np.diff(load.block_ids[first:end]) != 1
+        block_bytes = layout.pool_bytes(ours) // ours.num_blocks
+        num_bytes = (end - first) * block_bytes * ours.tensor_parallel_size
+        return num_bytes, 1 + int(np.count_nonzero(gaps))
+    # All ranks read alike and at once: what the first one reads says what all do.
+    rows = layout.pieces(theirs, ours, 0, load).values()
+    num_bytes = sum(int(pieces[:, 2].sum()) for pieces in rows) * ours.tensor_parallel_size
+    return num_bytes, sum(len(pieces) for pieces in rows)
+
+
+__all__ = ["EngineTransfers", "Fabric", "Flow", "Link", "volume"]
