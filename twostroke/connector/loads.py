@@ -298,7 +298,9 @@ class Loads:
             self.fail(load, f"KV transfer timed out: {what}; {limit}", "late")
 
     def fail(self, load: _Load, error: str, reason: str) -> None:
-        """End its request by an error; `finished` then sees to the rest."""
+        """End its request by an error, the first there is; `finished` then sees to the rest."""
+        if load.error:
+            return
         self.num_failed += 1
         load.error, load.reason, load.deadline_s = error, reason, math.inf
         self._outbox.ends.failed.append((load.uid, error))

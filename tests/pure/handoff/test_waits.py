@@ -36,6 +36,29 @@ def test_a_dead_engines_tickets_are_not_waited_for():
     d.check_empty()
 
 
+def test_a_load_that_is_late_as_its_source_is_destroyed_ends_once():
+    p, d = faulty(Fault.STALL, d={"quarantine_s": 1.0})
+    first, second = p.ticket_for(1, PROMPT), p.ticket_for(2, prompt_of(2, 18))
+    d.receive(7, PROMPT, first)
+    d.turn()
+    d.turn()
+    d.abort(7)
+    d.turn()
+    d.sleep(1.1)
+    d.turn()  # reminded once; the next time it is disconnected
+    d.add(5, prompt_of(5, 30), 30)
+    d.turn()
+    d.receive(8, prompt_of(2, 18), second, timeout_s=0.5)
+    d.turn()
+    assert EventKind.LOADING not in d.events_of(8)
+    d.sleep(2.0)
+    d.turn()
+    assert "no blocks" in d.finished[8].error
+    d.run()
+    d.check_empty()
+    assert [it.handle for it in d.received] == [7, 8]
+
+
 def test_what_is_read_from_a_dead_engine_ends():
     p, d = faulty(Fault.STALL)
     d.receive(7, PROMPT, p.ticket_for(1, PROMPT), timeout_s=60.0)
