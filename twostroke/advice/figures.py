@@ -38,9 +38,20 @@ def decode_saturation(seen: Observation) -> str:
     """What of D is used up: kv, seats or nothing; unknown without its gauges."""
     if seen.decode_running >= FULL * seen.decode_max_num_seqs:
         return "seats"
-    if seen.decode_kv_usage >= FULL or _is_blocked_with_blocks_left(seen):
+    if seen.decode_kv_usage >= FULL or decode_places(seen) <= 1 / FULL:
+        return "kv"
+    if _is_blocked_with_blocks_left(seen):
         return "kv"
     return "unknown" if math.isnan(seen.decode_kv_usage) else "nothing"
+
+
+def decode_places(seen: Observation) -> float:
+    """Requests that a D's pool holds with their whole answers, over those that it has.
+
+    A router that sends no more than will fit keeps a D full at 1, while its blocks fill up slowly.
+    """
+    holds = over(seen.decode_pool_tokens, seen.prompt_tokens + seen.output_tokens)
+    return over(holds, seen.decode_running + known(seen.decode_loading))
 
 
 def _is_blocked_with_blocks_left(seen: Observation) -> bool:
@@ -69,13 +80,18 @@ def prefill_tokens_per_s(seen: Observation) -> float:
 
 
 def decode_room(seen: Observation) -> float:
-    """By what factor the batch of D could grow before its KV or its seats are used up."""
-    limits = []
-    if seen.decode_kv_usage > 0:
-        limits.append(FILLED / seen.decode_kv_usage)
-    if seen.decode_max_num_seqs > 0 and seen.decode_running > 0:
-        limits.append(seen.decode_max_num_seqs / seen.decode_running)
-    return max(1.0, min(limits)) if limits else UNKNOWN
+    """By what factor the batch of D could grow before its KV or its seats are used up.
+
+    What is loading counts as room: on a link that is fast enough it would decode.
+    """
+    there = over(seen.decode_running + known(seen.decode_loading), seen.decode_running)
+    limits = (
+        there * over(FILLED, seen.decode_kv_usage),
+        there * decode_places(seen),
+        over(seen.decode_max_num_seqs, seen.decode_running),
+    )
+    told = [limit for limit in limits if not math.isnan(limit)]
+    return max(1.0, min(told)) if told else UNKNOWN
 
 
 def decode_capacity_per_s(seen: Observation) -> float:

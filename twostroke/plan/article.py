@@ -238,7 +238,7 @@ def _text(study: Study) -> str:
         f"{prefill}P:{decode}D of TP{TP} carries {RATE:g} req/s; bound by {binding.name}; "
         f"next: {after.name} at {share:.0%}",
         f"1P:1D carries {one.capacity_per_s:.3g} req/s; bound by {one.binding.name}; balanced at "
-        f"{study.ratio:.2f} P per D ({low:.2f} to {high:.2f} in 90 % of cases)",
+        f"{study.ratio:.2f} P per D (90 %: {low:.2f} to {high:.2f})",
         "",
         f"model     {asked.model}: {layout.num_layers} layers, {layout.num_kv_heads} KV heads of "
         f"{layout.head_dim}, bfloat16",

@@ -94,7 +94,11 @@ def test_a_healthy_deployment_is_left_alone() -> None:
         ("move_prefix", {"link_bytes_per_s": 1e9, "link_low_bytes_per_s": 0.5e9}, "recompute"),
         ("append_on_decode", {"turn_tokens": 16}, "append"),
         ("ratio", {"prefill_busy": 0.1}, "more_decode"),
-        ("ratio", {"prefill_busy": 1.0, "decode_kv_usage": 0.1}, "more_prefill"),
+        (
+            "ratio",
+            {"prefill_busy": 1.0, "decode_kv_usage": 0.1, "decode_pool_tokens": 1e7},
+            "more_prefill",
+        ),
     ],
 )
 def test_one_change_makes_the_verdict(name: str, changes: dict[str, float], answer: str) -> None:

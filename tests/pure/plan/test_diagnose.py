@@ -1,0 +1,117 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.pure.advice.test_verdicts import HEALTHY
+from twostroke.errors import ConfigError
+from twostroke.plan import diagnose as doctor
+
+
+def nothing(label: str, share: float) -> None:
+    """No bar."""
+
+
+def observe(path: Path) -> doctor.Observation:
+    return doctor.observe(path, "", [], [], "60s", nothing)
+
+
+def test_an_observation_is_read_back_from_a_report(tmp_path: Path) -> None:
+    report = doctor.diagnose(HEALTHY).as_dict()
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    (tmp_path / "seen.json").write_text(json.dumps(HEALTHY.as_dict()))
+    for name in ("report.json", "seen.json"):
+        assert observe(tmp_path / name).as_dict() == HEALTHY.as_dict()
+
+
+def test_the_report_has_all_nine_and_is_narrow() -> None:
+    text = doctor.diagnose(HEALTHY).text
+    assert text.startswith("nothing binds (0 of 9")
+    assert all(f" {number}. " in text for number in range(1, 10))
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_cause_comes_first() -> None:
+    seen = HEALTHY.with_facts(transfer_s=10.0, link_low_bytes_per_s=4e9)
+    assert "of the link is asked for" in doctor.diagnose(seen).text.splitlines()[0]
+
+
+def test_nothing_known_is_said_so() -> None:
+    diagnosis = doctor.diagnose(doctor.Observation())
+    assert diagnosis.text.startswith("nothing can be told")
+    assert all(it.answer == "unknown" for it in diagnosis.verdicts)
+
+
+LEDGER = [
+    {
+        "arrival_s": float(i), "prompt_tokens": 100, "output_tokens": 11, "ttft_s": 0.5,
+        "e2e_s": 1.5, "cached_tokens": 10,
+        "intervals": {"queue": 0.1, "prefill": 0.2, "held": 0.1, "transfer": 0.1, "decode": 1.0},
+    }
+    for i in range(10)
+]  # fmt: skip
+
+
+def test_a_ledger_tells_where_time_went_and_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*LEDGER, LEDGER[0] | {"e2e_s": None}])))
+    seen = observe(path)
+    assert seen.tpot_s == pytest.approx(0.1)
+    assert seen.room_wait_s == pytest.approx(0.1)
+    assert seen.requests_per_s == pytest.approx(10 / 10.5)
+    found = {it.name: it for it in doctor.diagnose(seen).verdicts}
+    assert found["link_limit"].answer == "unknown"
+    assert "decode_kv_usage" in found["decode_bound"].missing
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "has no request"),
+        ("hello", "line 1 of .* is no request of a ledger"),
+        ('{"arrival_s": 1}', "no request of a ledger"),
+        ('{"observation": {"nonsense": 1}}', "no request of a ledger"),
+        ('{"observation": {"tpot_s": "fast"}}', "must be a number"),
+        ("[1, 2]", "no request of a ledger"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        observe(path)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        observe(Path("/nowhere/at/all"))
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ((None, "", [], [], "60s"), "give one thing to diagnose"),
+        ((Path("x"), "http://h", [], [], "60s"), "give one thing to diagnose"),
+        ((None, "", ["http://h"], [], "60s"), "--decode is missing"),
+        ((None, "", [], ["http://h"], "60s"), "--prefill is missing"),
+        ((None, "http://h", [], [], "a while"), "--for is 'a while'"),
+    ],
+)
+def test_exactly_one_source_is_wanted(given: tuple, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        doctor.observe(*given, nothing)
+
+
+def test_facts_that_a_user_adds() -> None:
+    facts = doctor.facts(
+        slo="tpot=50ms",
+        link="50GB/s",
+        model="qwen3-30b-a3b",
+        tensor_parallel_size=8,
+        turn_tokens=64,
+    )
+    assert facts == {
+        "tpot_slo_s": 0.05, "link_bytes_per_s": 50e9, "kv_token_bytes": 8 * 24_576.0,
+        "num_kv_heads": 4.0, "decode_tp": 8.0, "turn_tokens": 64.0,
+    }  # fmt: skip
+    assert doctor.facts() == {}
