@@ -43,7 +43,9 @@ def twin(options: TwinOptions, json: Json = False) -> None:
         raise ConfigError(f"cannot write {error.filename}: {error.strerror}") from None
     if json:
         from twostroke.bench.report import json_line
+        from twostroke.plan.twin_observation import observe
 
-        print(json_line(summary(result, goodput=options.goodput)))
+        seen = observe(result).as_dict()  # what `twostroke diagnose` reads
+        print(json_line(summary(result, goodput=options.goodput) | {"observation": seen}))
     if not result.done.any():
         raise typer.Exit(1)

@@ -186,6 +186,10 @@ class RequestLedger:
         """Time spent in `interval` up to the last boundary."""
         return self.spent_ns[interval] / 1e9
 
+    def spent(self) -> dict[str, float]:
+        """Seconds up to the last boundary by interval, in lower case."""
+        return {it.name.lower(): self.spent_ns[it] / 1e9 for it in Interval}
+
     @property
     def total_ns(self) -> int:
         """From arrival to the last boundary; always the sum of `spent_ns`."""

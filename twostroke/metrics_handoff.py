@@ -40,6 +40,8 @@ class HandoffNumbers:
     transfer_bytes: int = 0
     transfer_s: float = 0.0
     engines: Mapping[int, EngineRole] = field(default_factory=dict)
+    verdicts: Mapping[str, float] = field(default_factory=dict)  # 1: it calls for a change
+    advised: tuple[int, int] | None = None  # prefill and decode engines, of those there are
 
 
 Family = CounterMetricFamily | GaugeMetricFamily
@@ -89,6 +91,17 @@ def collect_handoff(numbers: HandoffNumbers, prefix: str, model_name: str) -> It
     yield counter("kv_transfer_tokens", "Tokens whose KV moved.", [((), it.transfer_tokens)])
     yield counter("kv_transfer_bytes", "Bytes of KV that moved.", [((), it.transfer_bytes)])
     yield counter("kv_transfer_seconds", "Time spent in transfers.", [((), it.transfer_s)])
+    verdicts = GaugeMetricFamily(
+        f"{prefix}:advice",
+        "1: this verdict of `twostroke diagnose` calls for a change, NaN: it cannot be told.",
+        labels=[*labels, "verdict"],
+    )
+    for name, value in it.verdicts.items():
+        verdicts.add_metric([*labels.values(), name], value)
+    yield verdicts
+    if it.advised is not None:
+        yield gauge("advised_prefill_engines", "Of those there are, for prefill.", it.advised[0])
+        yield gauge("advised_decode_engines", "Of those there are, for decode.", it.advised[1])
     yield from _of_engines(it.engines, prefix, labels)
 
 

@@ -132,3 +132,13 @@ def test_no_ratio_of_what_did_nothing():
     assert load_ratio(numbers(), numbers(1, 0)) is None
     assert load_ratio(HandoffNumbers(), numbers(1, 1)) is None
     assert load_ratio(numbers(1, 1), numbers(2, 3)) == 0.5
+
+
+def test_advice_is_on_the_page_once_there_is_any():
+    metrics = Metrics(model_name="m", num_engines=3)
+    metrics.handoff = lambda: numbers(verdicts={"ratio": 1.0, "layout": 0.0}, advised=(2, 1))
+    found = samples(metrics)
+    assert found["twostroke:advice|ratio"] == 1.0
+    assert found["twostroke:advice|layout"] == 0.0
+    assert found["twostroke:advised_prefill_engines"] == 2
+    assert found["twostroke:advised_decode_engines"] == 1

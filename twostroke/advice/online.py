@@ -169,10 +169,15 @@ class Advisor:
 
     # ------------------------------------------------------------ what it says
 
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to judge anew."""
+        return self._clock.now() - self._past[-1][0] >= self._every_s
+
     def update(self) -> Advice | None:
         """The advice, judged anew if that is due. Call it as often as you like."""
         now_s = self._clock.now()
-        if now_s - self._past[-1][0] < self._every_s:
+        if not self.is_due:
             return self.advice
         while len(self._past) > 1 and self._past[1][0] <= now_s - self._window_s:
             self._past.popleft()

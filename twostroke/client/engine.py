@@ -387,6 +387,7 @@ class AsyncEngine:
         records = [sample.record() for sample in request.samples]
         if records:
             self.metrics.engines[request.samples[0].engine].observe_request(records)
+            self._fleet.ended(records)
             logger.info("%s", request_line(request.request_id, records))
             if on_close is not None:
                 on_close(records)
@@ -408,6 +409,7 @@ class AsyncEngine:
     async def _on_message(self, link: EngineLink, message: FromEngine) -> None:
         match message:
             case EngineOutputs():
+                self._fleet.observe(link.index, message)
                 left = self.dispatcher.on_outputs(link.index, message)
                 self._fleet.send_all()
                 await self._outputs.take(link, left)

@@ -10,11 +10,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from twostroke.advice.online import Advice, Advisor
 from twostroke.client.link import EngineLink, join_answers, join_ready
 from twostroke.clock import Clock
 from twostroke.errors import EngineDeadError
 from twostroke.messages import AddRequest, EngineOutputs, EngineReady, EngineStats, Finished
-from twostroke.metrics import Metrics, total_stats
+from twostroke.metrics import Metrics, SampleRecord, total_stats
 from twostroke.metrics_handoff import EngineRole, HandoffNumbers
 from twostroke.router.dispatch import Dispatcher, DispatchSettings, Role
 from twostroke.transport import EngineChannel
@@ -40,6 +41,7 @@ class EngineFleet:
     ) -> None:
         self.has_roles = roles is not None
         self.dispatcher = Dispatcher(clock, settings)
+        self.advisor = Advisor(clock) if self.has_roles else None
         self.links: dict[int, EngineLink] = {}
         self.ready: EngineReady | None = None  # what all can do, once they have loaded
         self.dead: EngineDeadError | None = None
@@ -82,6 +84,9 @@ class EngineFleet:
         """An engine has loaded."""
         link.ready = message
         self._metrics.engines[link.index].engine_ready(message)
+        if self.advisor is not None:
+            role = self.dispatcher.fleet[link.index].role
+            self.advisor.set_engine(link.index, role, message)
         self.dispatcher.engine_ready(link.index, message)
         self._look_around()
         self.send_all()
@@ -121,11 +126,40 @@ class EngineFleet:
                 return self.ready
             await self.changed.wait()
 
+    def observe(self, index: int, outputs: EngineOutputs) -> None:
+        """What an engine did, for the advice."""
+        if self.advisor is not None:
+            self.advisor.on_outputs(index, outputs)
+            if self.advisor.is_due:
+                self.advice()
+
+    def ended(self, records: Sequence[SampleRecord]) -> None:
+        """Requests that ended, for the advice: those with an answer."""
+        if self.advisor is not None:
+            for it in records:
+                if it.finish_reason in ("stop", "length"):
+                    self.advisor.on_ended(
+                        it.prompt_tokens, it.cached_tokens, it.output_tokens, it.ledger.spent()
+                    )
+
+    def advice(self) -> Advice | None:
+        """Verdicts on how the engines, in the roles that they have now, do their work."""
+        if self.advisor is None:
+            return None
+        for engine in self.dispatcher.fleet:
+            if engine.state == "gone":
+                self.advisor.engine_gone(engine.index)
+            else:
+                self.advisor.set_engine(engine.index, engine.role)
+        return self.advisor.update()
+
     def numbers(self) -> HandoffNumbers:
         """What the router counted, for metrics and the status line."""
-        dispatcher = self.dispatcher
+        dispatcher, advice = self.dispatcher, self.advice()
         counted = dispatcher.counters
         return HandoffNumbers(
+            verdicts={} if advice is None else advice.gauges(),
+            advised=None if advice is None else advice.ratio,
             num_waiting=dispatcher.num_waiting,
             num_tickets=dispatcher.num_holds,
             decisions=counted.decisions,

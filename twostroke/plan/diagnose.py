@@ -172,14 +172,16 @@ def from_file(path: Path) -> Observation:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    try:
-        whole = json.loads(text)
-    except ValueError:
-        return from_ledger(path, _rows(path, text))
-    if isinstance(whole, dict) and "observation" in whole:
-        whole = whole["observation"]
-    if isinstance(whole, dict) and set(whole) <= set(FIELDS):
-        return from_dict(whole)
+    # Reports are one object, or end with one: what `--json` prints after the text.
+    for candidate in (text, text.rstrip().rpartition("\n")[2]):
+        try:
+            whole = json.loads(candidate)
+        except ValueError:
+            continue
+        if isinstance(whole, dict) and "observation" in whole:
+            whole = whole["observation"]
+        if isinstance(whole, dict) and set(whole) <= set(FIELDS):
+            return from_dict(whole)
     return from_ledger(path, _rows(path, text))
 
 

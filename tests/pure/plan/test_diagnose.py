@@ -115,3 +115,9 @@ def test_facts_that_a_user_adds() -> None:
         "num_kv_heads": 4.0, "decode_tp": 8.0, "turn_tokens": 64.0,
     }  # fmt: skip
     assert doctor.facts() == {}
+
+
+def test_a_report_may_end_with_its_json(tmp_path: Path) -> None:
+    path = tmp_path / "twin.txt"
+    path.write_text("a report\n\n" + json.dumps({"observation": HEALTHY.as_dict()}) + "\n")
+    assert observe(path).as_dict() == HEALTHY.as_dict()
