@@ -108,15 +108,15 @@ class Outcome:
 
 
 def make_prompts(count: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of 20 to 1,500 tokens; every fourth is long, every second like the one before."""
+    """Prompts of 20 to 1,000 tokens; every fourth is long, every second like the one before."""
     rng = np.random.default_rng(seed)
     prompts: list[list[int]] = []
     for i in range(count):
-        length = int(rng.integers(1200, 1500) if i % 4 == 0 else rng.choice([20, 60, 200, 600]))
+        length = int(rng.integers(700, 1000) if i % 4 == 0 else rng.choice([20, 60, 200]))
         tokens = rng.integers(0, 256, length).tolist()
         if i % 2:
             shared = prompts[-1][: max(len(prompts[-1]) - 7, 1)]
-            tokens = (shared + tokens)[:1500]
+            tokens = (shared + tokens)[:1000]
         prompts.append(tokens)
     return prompts
 
