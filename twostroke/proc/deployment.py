@@ -126,7 +126,7 @@ class Deployment:
         """Roles, who reads from whom, and what the links give, once they are measured."""
         fleet = self._engine.dispatcher.fleet
         engines = [it for it in fleet if it.state != "gone"]
-        roles = [f"{it.index} {it.role}" for it in engines]
+        roles = [f"{it.index}: {it.role}" for it in engines]
         rows = [("Engines", ", ".join(roles), self._why_these())]
         if self.listener is not None:
             host, _ = parse_address(self._config.engines_listen, "--engines-listen")
