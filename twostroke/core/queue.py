@@ -63,8 +63,8 @@ class WaitingQueues:
         self._back = 0
 
     def __len__(self) -> int:
-        heaps = (self._waiting, self._ready, self._held_back)
-        return sum(len(heap.members) for heap in heaps) + len(self._blocked)
+        able = len(self._waiting.members) + len(self._ready.members)
+        return able + len(self._held_back.members) + len(self._blocked)
 
     @property
     def num_blocked(self) -> int:

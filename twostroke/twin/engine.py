@@ -121,6 +121,11 @@ class TwinEngine:
         return self.is_waiting
 
     @property
+    def is_cruising(self) -> bool:
+        """Whether steps have ended, or may have, that were not taken yet."""
+        return self._ends is not None
+
+    @property
     def has_queue(self) -> bool:
         """Whether requests wait in it, so that its memory matters to the router."""
         return len(self.core.state.queues) > 0

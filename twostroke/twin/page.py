@@ -215,17 +215,18 @@ def _waits(result: Result) -> dict[str, Any]:
     at = [float(result.arrival_s[group].mean()) for group in groups]
     data = [
         {
-            "type": "bar",
+            "type": "scatter",
+            "mode": "none",
+            "stackgroup": "one",
             "name": _name(interval),
             "x": _rounded(np.array(at), 3),
             "y": _rounded(table[:, interval]),
-            "marker": {"color": COLOURS[interval], "line": {"width": 0}},
+            "fillcolor": COLOURS[interval],
         }
         for interval in Interval
         if len(table) and table[:, interval].any()
     ]
-    layout = _layout("seconds", "arrival (s)", barmode="stack", bargap=0)
-    return {"data": data, "layout": layout}
+    return {"data": data, "layout": _layout("seconds", "arrival (s)")}
 
 
 # ---------------------------------------------------------------- trace
@@ -263,7 +264,7 @@ def write_trace(result: Result, path: Path) -> None:
     trace.finish(path)
 
 
-_CONFIG = {"displaylogo": False, "responsive": True}
+_CONFIG = {"displayModeBar": False, "responsive": True}
 _LINES = (
     "#2563eb",
     "#dc2626",

@@ -46,7 +46,7 @@ class TwinLedger(RequestLedger):
     def __init__(self, arrived_s: float, index: int, log: IntervalLog) -> None:
         super().__init__(arrived_s)
         self._index, self._log = index, log
-        log.note(index, Interval.FRONTEND, arrived_s)
+        log.note(index, Interval.FRONTEND, self.arrived_ns / 1e9)
 
     def mark(self, boundary: int, time_s: float) -> None:
         before = self._interval

@@ -434,7 +434,9 @@ class World:
         has_roles = self.dispatcher.fleet.has_roles
         now = self.clock.now()
         for engine in self.engines:
-            if engine.index == but or not (has_roles or engine.has_queue):
+            if not engine.is_cruising or engine.index == but:
+                continue
+            if not (has_roles or engine.has_queue):
                 continue
             host = self._groups[engine.index].host
             stats = engine.stats_at(now - host.egress_s)
