@@ -27,6 +27,7 @@ from twostroke.messages import (
     EventKind,
     Events,
     Shutdown,
+    StepPlan,
     ToEngine,
     UtilityCall,
 )
@@ -64,7 +65,6 @@ class TwinEngine:
         sink: EngineSink,
         *,
         fast_forward: bool = True,
-        on_plan: Callable[[object], None] | None = None,
     ) -> None:
         self.index = index
         self.core = core
@@ -76,7 +76,7 @@ class TwinEngine:
         self._sink = sink
         self._depth = 2 if core.config.async_scheduling else 1
         self._fast_forward = fast_forward
-        self._on_plan = on_plan
+        self.on_plan: Callable[[StepPlan], None] | None = None  # is shown each plan
         self._inbox: deque[ToEngine] = deque()
         self._ends: Float64s | None = None  # while cruising: of its turns
         self._turns = 0
@@ -181,8 +181,8 @@ class TwinEngine:
                     return
             plan = core.begin()
             if plan is not None:
-                if self._on_plan is not None:
-                    self._on_plan(plan)
+                if self.on_plan is not None:
+                    self.on_plan(plan)
                 self.executor.submit(plan)
             if core.state.handoff is not None:  # what it says of KV cannot wait for a result
                 self._take_outputs()

@@ -65,7 +65,9 @@ class Engines:
 def parse_engines(flag: str, text: str) -> Engines:
     """4xTP8, TP2, 3, 2xTP4xDP2: `count` engines, each of DP x TP devices."""
     match = re.fullmatch(
-        r"(?:(?P<count>\d+)(?:x|$))?(?:TP(?P<tp>\d+))?(?:x?DP(?P<dp>\d+))?", text, re.IGNORECASE
+        r"(?:(?P<count>\d+)(?:x(?=[td])|$))?(?:TP(?P<tp>\d+))?(?:x?DP(?P<dp>\d+))?",
+        text,
+        re.IGNORECASE,
     )
     sizes = {name: int(size or 1) for name, size in match.groupdict().items()} if match else {}
     if not text or not sizes or not all(1 <= size <= 4096 for size in sizes.values()):

@@ -160,6 +160,8 @@ class _Gauges:
         if interval is Interval.HELD:
             held = self._most(self._held, bucket, "prefill", "both")
             if held >= _FULL * self._hold_share and kv < _FULL:
+                if self.link[bucket] >= _FULL:  # they are held because they cannot leave
+                    return self.reason(Interval.TRANSFER, bucket)
                 return "held KV on P", f"{held:.0%} of its pool waits to be fetched"
             return "KV on D", f"{kv:.0%} used"
         roles = ("prefill", "both") if interval is Interval.QUEUE else ("decode", "both")
