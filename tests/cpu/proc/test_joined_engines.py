@@ -92,7 +92,7 @@ def test_prefill_and_decode_on_one_host(tiny_dir: Path, tmp_path: Path) -> None:
     server = Served([str(tiny_dir), *where, *OPTIONS], {"TMPDIR": str(tmp_path)})
     try:
         server.wait_started()
-        assert "0 prefill, 1 decode  (--prefill, --decode)" in server.output
+        assert "0: prefill, 1: decode  (--prefill, --decode)" in server.output
         server.wait_for(r"Engine 1 reads from 0 +\d+\.\d+ GB/s")
         text = complete(server, PROMPT, max_tokens=16)["choices"][0]["text"]
         p, d = server.cores()

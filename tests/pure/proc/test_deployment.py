@@ -124,7 +124,7 @@ async def test_who_reads_from_whom_is_told(key):
         d.say(outputs(kv_links=[KvLink(engine_id="p", message_s=2e-6, bytes_per_s=3e9)]))
         await engine.wait_ready()
         facts = {name: (value, reason) for name, value, reason in await deployment.facts()}
-        assert facts["Engines"] == ("0 prefill, 1 decode", "--join")
+        assert facts["Engines"] == ("0: prefill, 1: decode", "--join")
         assert facts["Engine 1 reads from 0"] == (
             "3.00 GB/s, 0 us and 2.0 us a message",
             "measured",
