@@ -130,23 +130,19 @@ def _works() -> bool:
 
 def _pack(weight: QuantisedWeight) -> Tensor:
     """The layout that the module's text describes: uint8 [out / 64, groups, bytes of a group]."""
-    values = weight.values.view(torch.uint8)
-    planes = [values] if weight.bits == 4 else [values >> 4, values & 15]
-    blocks, groups = weight.scales.shape[0] // OUTPUTS, weight.scales.shape[1]
-    pieces = [_pack_plane(plane, blocks, groups) for plane in planes]
+    from twostroke.model.pack_quantised import pack_numbers, pack_planes  # here: imports numba
+
+    num_rows, num_groups = weight.scales.shape
+    planes_bytes = weight.bits // 4 * _PLANE_BYTES
     numbers = [weight.scales] if weight.minima is None else [weight.scales, weight.minima]
-    for number in numbers:
-        by_group = number.view(blocks, OUTPUTS, groups).transpose(1, 2).contiguous()
-        pieces.append(by_group.view(torch.uint8))
-    return torch.cat(pieces, -1)
-
-
-def _pack_plane(nibbles: Tensor, blocks: int, groups: int) -> Tensor:
-    # [block, vector, output, group, eight, n, p] -> [block, group, eight, vector, output, p, n]
-    shape = (blocks, VECTORS, 16, groups, _EIGHTS, 4, 2)
-    spread = nibbles.view(shape).permute(0, 3, 4, 1, 2, 6, 5).contiguous()
-    packed = spread[..., 0::2] | (spread[..., 1::2] << 4)  # two nibbles a byte, the lower first
-    return packed.view(blocks, groups, _PLANE_BYTES)
+    group_bytes = planes_bytes + len(numbers) * _NUMBER_BYTES
+    packed = torch.empty((num_rows // OUTPUTS, num_groups, group_bytes), dtype=torch.uint8)
+    values = weight.values.view(torch.uint8).contiguous()
+    pack_planes(values.numpy(), weight.bits, num_groups, packed.numpy())
+    for i, number in enumerate(numbers):
+        halves = number.contiguous().view(torch.uint8).view(num_rows, num_groups, 2)
+        pack_numbers(halves.numpy(), planes_bytes + i * _NUMBER_BYTES, packed.numpy())
+    return packed
 
 
 # ---------------------------------------------------------------- the kernel
