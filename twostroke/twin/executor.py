@@ -26,7 +26,7 @@ from twostroke.messages import StepPlan, StepResult
 class Transfers(Protocol):
     """What moves KV for one engine of the twin (`transfers.EngineTransfers`)."""
 
-    def apply(self, commands: KvCommands) -> None: ...
+    def apply(self, commands: KvCommands, delay_s: float) -> None: ...
     def report(self) -> KvReport | None: ...
     @property
     def has_report(self) -> bool: ...
@@ -90,8 +90,6 @@ class CostExecutor:
     def submit(self, plan: StepPlan) -> None:
         for new in plan.new:
             self._tokens[new.slot] = self._token_of(new.request_id)
-        if plan.kv is not None and self._transfers is not None:
-            self._transfers.apply(plan.kv)
         now, rows = self._clock.now(), len(plan.slots)
         if not rows:
             self._running.append(RunningPlan(plan, now, 0.0, 0.0))
@@ -135,12 +133,19 @@ class CostExecutor:
                 if len(it.plan.slots):
                     it.start_s = max(it.submitted_s, before_s + it.gap_s)
                     it.end_s = it.start_s + it.seconds
+                    self.command(it)
                 elif nth == 0:
                     it.start_s = max(it.submitted_s, before_s)
+                    self.command(it)
                     it.end_s = it.start_s + self._idle_s()
                 else:
                     return
             before_s = it.end_s
+
+    def command(self, it: RunningPlan) -> None:
+        """A worker does what a plan says about transfers when it comes to that plan."""
+        if it.plan.kv is not None and self._transfers is not None:
+            self._transfers.apply(it.plan.kv, max(0.0, it.start_s - self._clock.now()))
 
     def _idle_s(self) -> float:
         """How long the oldest plan, without rows, waits for a transfer; alone: until one ends."""

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from twostroke.clock import VirtualClock
 from twostroke.cost import StepCost, StepWork
 from twostroke.messages import StepPlan
 from twostroke.twin.executor import CostExecutor, RunningPlan
@@ -59,6 +60,8 @@ class Lockstep:
             if it is not None:
                 member.busy_s += seconds - it.seconds
                 it.start_s, it.end_s = start_s, self.end_s
+                member.hear(now)
+                member.command(it)
 
 
 class LockstepExecutor(CostExecutor):
@@ -68,6 +71,11 @@ class LockstepExecutor(CostExecutor):
         super().__init__(*arguments, **settings)
         self._group = group
         group.members.append(self)
+
+    def hear(self, now: float) -> None:
+        """Its clock may be behind that of the engine that began the round."""
+        if isinstance(self._clock, VirtualClock) and now > self._clock.now():
+            self._clock.advance_to(now)
 
     def next_plan(self) -> RunningPlan | None:
         """The oldest plan that has not run, if its turn has come; None: this one has nothing."""
@@ -79,6 +87,7 @@ class LockstepExecutor(CostExecutor):
         oldest = self._running[0] if self._running else None
         if oldest is not None and oldest.end_s is None and not len(oldest.plan.slots):
             oldest.start_s = max(oldest.submitted_s, self._ended_s)
+            self.command(oldest)
             oldest.end_s = oldest.start_s + self._idle_s()
         self._group.begin(self._clock.now())
 

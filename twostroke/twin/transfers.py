@@ -80,6 +80,7 @@ class Fabric:
         num_bytes: int,
         messages: int,
         now_s: float,
+        delay_s: float,
     ) -> None:
         """A flow of so many bytes begins, issued in so many messages by each rank."""
         issue_s = messages * self.link.message_s
@@ -93,7 +94,7 @@ class Fabric:
             path,
             num_bytes,
             now_s=now_s,
-            latency_s=self.link.base_s + (0.0 if pipelined else issue_s),
+            latency_s=delay_s + self.link.base_s + (0.0 if pipelined else issue_s),
             limit=num_bytes / issue_s if pipelined else math.inf,
         )
 
@@ -147,8 +148,8 @@ class EngineTransfers:
         report, self._report = self._report, KvReport()
         return report
 
-    def apply(self, commands: KvCommands) -> None:
-        """Do what the scheduler's half says."""
+    def apply(self, commands: KvCommands, delay_s: float = 0.0) -> None:
+        """Do what the scheduler's half says; reads begin only after `delay_s`."""
         for slot, transfer_id in commands.leases:
             if transfer_id:
                 self.leases[slot] = transfer_id
@@ -157,7 +158,7 @@ class EngineTransfers:
         for endpoint in commands.connects:
             self._report.links.append(self._measured(endpoint))
         for load in commands.loads:
-            self._start(load)
+            self._start(load, delay_s)
         for load_id in commands.given_up:
             self._end(load_id, error="given up")
         for engine_id in commands.disconnects:
@@ -177,8 +178,8 @@ class EngineTransfers:
 
     # ------------------------------------------------------------ loads
 
-    def _start(self, load: KvLoad) -> None:
-        state = self._loads.setdefault(load.load_id, _Load(self._now()))
+    def _start(self, load: KvLoad, delay_s: float) -> None:
+        state = self._loads.setdefault(load.load_id, _Load(self._now() + delay_s))
         state.is_told_all |= load.is_last
         source = self._fabric.find(load.ticket.endpoint.engine_id)
         if source is None:
@@ -191,7 +192,7 @@ class EngineTransfers:
         self._num_pieces += 1
         key = (self.index, load.load_id, self._num_pieces)
         state.open_pieces[key] = load
-        self._fabric.start(key, self, source.index, num_bytes, messages, self._now())
+        self._fabric.start(key, self, source.index, num_bytes, messages, self._now(), delay_s)
 
     def arrived(self, key: Hashable, time_s: float) -> None:
         """A flow has ended: look at the lease word, as a reader does after the data."""
