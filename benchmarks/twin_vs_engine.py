@@ -143,6 +143,12 @@ def fit(config: EngineConfig, seconds: float) -> Fitted:
     seen = measure(config, seconds=seconds)
     step, host, error = fit_costs(seen.trace, seen.waves, seen.relay_s)
     print(f"  fit: {error}\n  mixed load held out: {error_on(step, host, seen.held_out)}")
+    print(
+        f"  front end {host.frontend_s * 1e3:.1f} ms, {host.frontend_busy_s * 1e3:.1f} ms from "
+        f"request to request; relay {host.ingress_s * 1e3:.2f} ms; delivery "
+        f"{host.deliver_s * 1e3:.1f} ms; between steps {host.gap_s * 1e3:.2f} ms; "
+        f"slowdown {', '.join(f'{factor:.2f}' for factor in host.slowdown)}"
+    )
     link = None
     if loads := seen.trace.loads:
         link, link_error = fit_link_cost(

@@ -131,7 +131,7 @@ class HostCost:
     gap_row_s: float = 0.0  # and this much longer for each row
     frontend_s: float = 0.0
     frontend_token_s: float = 0.0  # for each prompt token
-    frontend_busy_s: float = 0.0  # of that, nobody else's request is looked at
+    frontend_busy_s: float = 0.0  # of its process's time, which requests that come together share
     ingress_s: float = 0.0
     ingress_token_s: float = 0.0
     egress_s: float = 0.0

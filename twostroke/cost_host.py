@@ -53,7 +53,7 @@ def fit_costs(
         gap_row_s=gap_row_s,
         frontend_s=max(0.0, inward_s - relay_s),
         frontend_token_s=inward_token_s,
-        frontend_busy_s=_busy(trace.inputs_s, waves),
+        frontend_busy_s=_busy(trace.inputs_s, waves, inward_s, inward_token_s),
         ingress_s=min(relay_s, inward_s),
         egress_s=min(relay_s, outward_s),
         deliver_s=max(0.0, outward_s - relay_s),
@@ -159,17 +159,20 @@ def _inward(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float, 
     return _line(seen)
 
 
-def _busy(inputs_s: Sequence[float], waves: Sequence[Wave]) -> float:
-    """Seconds from one request of a wave to the next, when the engine has them: the front end takes
-    one after the other."""
+def _busy(
+    inputs_s: Sequence[float], waves: Sequence[Wave], inward_s: float, inward_token_s: float
+) -> float:
+    """Seconds of the front end that each request of a wave takes from the others: by how much the
+    last of them reaches an engine later than a lone one would."""
     times = np.array(inputs_s)
-    between = []
+    later = []
     for wave in waves:
-        first = int(np.searchsorted(times, wave.sent_s))
-        last = first + wave.num_requests - 1
-        if wave.num_requests > 1 and last < len(times) and times[last] < wave.ended_s:
-            between.append(float(times[last] - times[first]) / (wave.num_requests - 1))
-    return float(np.median(between)) if between else 0.0
+        others = wave.num_requests - 1
+        last = int(np.searchsorted(times, wave.sent_s)) + others
+        if others and last < len(times) and times[last] < wave.ended_s:
+            alone_s = inward_s + inward_token_s * wave.prompt_tokens
+            later.append((float(times[last]) - wave.sent_s - alone_s) / others)
+    return max(0.0, float(np.median(later))) if later else 0.0
 
 
 def _outward(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float, float]:

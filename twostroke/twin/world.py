@@ -270,7 +270,10 @@ class World:
         assert isinstance(what, tuple)
         index, message = what[:2]
         if index == ROUTER:
-            self._submit(message, time_s)
+            if message is None:
+                self._advance_front(time_s)
+            else:
+                self._submit(message, time_s)
         elif len(what) == 3:
             self._take_decoded(index, message, what[2])
         elif isinstance(message, EngineOutputs):
@@ -304,11 +307,20 @@ class World:
             arrival_s=time_s,
         )
         self.requests.arrived(index, time_s)
-        received_s = self._front.received_s(time_s, len(request.prompt_token_ids))
-        if received_s > time_s:
-            self._push(received_s, _MESSAGE, next(self._order), (ROUTER, request))
+        if self._front.takes_time:
+            self._front.send(request, time_s)
+            self._push(self._front.next_s, _MESSAGE, next(self._order), (ROUTER, None))
         else:
             self._submit(request, time_s)
+
+    def _advance_front(self, time_s: float) -> None:
+        """The front end may be done with a request, unless others have come meanwhile."""
+        if self._front.next_s != time_s:
+            return
+        for at_s, request in self._front.done(time_s):
+            self._push(at_s, _MESSAGE, next(self._order), (ROUTER, request))
+        if self._front.next_s < math.inf:
+            self._push(self._front.next_s, _MESSAGE, next(self._order), (ROUTER, None))
 
     def _submit(self, request: AddRequest, time_s: float) -> None:
         """The router has a client's request."""

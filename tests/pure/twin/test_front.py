@@ -5,6 +5,8 @@ import pytest
 
 from tests.pure.twin.deployments import group, run
 from twostroke.cost import HostCost
+from twostroke.messages import AddRequest, SamplingParams
+from twostroke.twin.front import FrontEnd
 
 FRONT = HostCost(
     frontend_s=0.003,
@@ -32,12 +34,35 @@ def test_a_handoff_passes_the_front_end_once() -> None:
     assert fronted.ttft_s - plain.ttft_s == pytest.approx([later_s])
 
 
-def test_requests_are_taken_one_after_the_other() -> None:
+def test_requests_that_come_together_share_the_front_end() -> None:
     busy = HostCost(frontend_s=0.003, frontend_busy_s=0.002)
     load = "burst:inf/s,size=8,in=16,out=1,n=8"
     plain, fronted = (run([group(host=host)], load) for host in (HostCost(), busy))
-    assert fronted.intervals_s[:, 0] == pytest.approx(0.003 + 0.002 * np.arange(8))
+    assert fronted.intervals_s[:, 0] == pytest.approx(8 * 0.002 + 0.001)
     assert plain.intervals_s[:, 0] == pytest.approx(0)
+
+
+def test_one_that_comes_later_delays_the_first() -> None:
+    """10 ms of work each, the second 4 ms after the first: it has 6 ms left, which takes 12."""
+    front = FrontEnd(HostCost(frontend_s=0.010, frontend_busy_s=0.010))
+    first, second = (
+        AddRequest(
+            handle=i,
+            request_id=str(i),
+            prompt_token_ids=np.arange(4, dtype=np.int32),
+            params=SamplingParams(),
+            max_tokens=1,
+        )
+        for i in (1, 2)
+    )
+    front.send(first, 1.0)
+    assert front.next_s == pytest.approx(1.010)
+    front.send(second, 1.004)
+    assert front.next_s == pytest.approx(1.016)
+    assert [it[1] for it in front.done(front.next_s)] == [first]
+    assert front.next_s == pytest.approx(1.020)
+    assert [it[1] for it in front.done(front.next_s)] == [second]
+    assert front.next_s == np.inf
 
 
 @pytest.mark.parametrize("roles", [("both",), ("prefill", "decode")])
