@@ -162,6 +162,9 @@ class EngineConfig:
     kv_recompute_max_tokens: int = _setting(
         16384, "longest prompt that decode computes itself once its hand-off failed", minimum=0
     )
+    profile: str = _setting(
+        "", "file of `twostroke profile`, for --pd-policy cost; default: learned while running"
+    )
     kv_host: str = _setting("", "address at which other hosts reach this engine's KV (nixl)")
     # engines in other places
     engines_listen: str = _setting("", "HOST:PORT where engines may join; empty: none may")

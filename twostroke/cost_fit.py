@@ -7,13 +7,14 @@ Residuals are relative: a step of 1 ms counts as much as one of 1 s. Negative sh
 nonsense beyond what was measured, so there are none.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from twostroke.arrays import Float64s
-from twostroke.cost import LinearStepCost, LinkCost, StepWork
+from twostroke.cost import LinearStepCost, LinkCost, StepColumns, StepWork
 from twostroke.messages import StepSample
 
 
@@ -261,6 +262,24 @@ class OnlineFit:
         if error is None or self.num_samples < self._least or error > self._largest_error:
             return None
         return self._cost
+
+
+class LearnedStepCost:
+    """A `StepCost` out of an `OnlineFit`: no step has an end until the fit can be trusted."""
+
+    def __init__(self) -> None:
+        self._fit = OnlineFit()
+        self.add = self._fit.add
+
+    def step_s(self, work: StepWork) -> float:
+        cost = self._fit.cost()
+        return math.inf if cost is None else cost.step_s(work)
+
+    def step_s_many(self, works: StepColumns) -> Float64s:
+        cost = self._fit.cost()
+        if cost is None:
+            return np.full(len(works.num_tokens), math.inf)
+        return cost.step_s_many(works)
 
 
 # ---------------------------------------------------------------- links

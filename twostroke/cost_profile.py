@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from twostroke.config import cache_dir
+from twostroke.config import EngineConfig, cache_dir
 from twostroke.cost import HostCost, LinearStepCost, LinkCost, check_numbers
 from twostroke.cost_fit import FitError
 from twostroke.errors import ConfigError
@@ -77,6 +77,24 @@ class Profile:
                 hint=hint,
             )
         return profile
+
+
+def profiled_step_cost(config: EngineConfig) -> LinearStepCost | None:
+    """What --profile says of steps, where it decides anything. ConfigError when it cannot be read.
+
+    A step cost holds for one tensor-parallel size.
+    """
+    if not config.profile or config.pd_policy != "cost":
+        return None
+    profile = Profile.load(Path(config.profile))
+    size = profile.settings.get("tensor_parallel_size", "1")
+    if size != str(config.tensor_parallel_size):
+        raise ConfigError(
+            f"--profile {config.profile} was measured with --tensor-parallel-size {size}, and this "
+            f"is {config.tensor_parallel_size}",
+            hint="measure with the flags that are served with: twostroke profile",
+        )
+    return profile.step
 
 
 def default_path(model: str, device: str) -> Path:

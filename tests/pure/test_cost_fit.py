@@ -1,5 +1,6 @@
 """Fits find what samples were made of, predict unseen steps, and survive what measuring does."""
 
+import math
 import random
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from twostroke.cost import LinearStepCost, LinkCost, StepWork
 from twostroke.cost_fit import (
     FitError,
+    LearnedStepCost,
     OnlineFit,
     fit_link_cost,
     fit_step_cost,
@@ -122,6 +124,16 @@ def test_online_trusts_itself_once_it_predicts() -> None:
     cost = online.cost()
     assert cost is not None
     assert errors_on(cost, samples_of(TRUTH, 200, seed=6)).median < 0.05
+
+
+def test_a_learned_cost_knows_no_end_before_it_knows() -> None:
+    learned = LearnedStepCost()
+    samples = samples_of(TRUTH, 600, seed=5)
+    work = StepWork(1, 1, 1, 500, 500)
+    assert learned.step_s(work) == math.inf
+    for sample in samples:
+        learned.add(sample)
+    assert learned.step_s(work) == pytest.approx(TRUTH.step_s(work), rel=0.1)
 
 
 def test_online_does_not_trust_what_it_cannot_predict() -> None:

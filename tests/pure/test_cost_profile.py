@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from twostroke.config import EngineConfig
 from twostroke.cost import HostCost, LinearStepCost, LinkCost
 from twostroke.cost_fit import FitError
-from twostroke.cost_profile import Profile, default_path
+from twostroke.cost_profile import Profile, default_path, profiled_step_cost
 from twostroke.errors import ConfigError
 
 PROFILE = Profile(
@@ -58,3 +59,15 @@ def test_no_file(tmp_path: Path) -> None:
 def test_the_default_path_names_model_and_device() -> None:
     path = default_path("org/Model 1.5", "AMD EPYC (2 cores)")
     assert path.name == "org-Model-1.5--AMD-EPYC-2-cores.json"
+
+
+def test_steps_are_as_the_profile_says_where_cost_decides(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    assert profiled_step_cost(EngineConfig()) is None
+    assert profiled_step_cost(EngineConfig(profile=str(path))) == PROFILE.step
+    assert profiled_step_cost(EngineConfig(profile=str(path), pd_policy="always")) is None
+    with pytest.raises(ConfigError, match="size 1, and this is 2"):
+        profiled_step_cost(EngineConfig(profile=str(path), tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match="cannot read"):
+        profiled_step_cost(EngineConfig(profile=str(tmp_path / "none")))

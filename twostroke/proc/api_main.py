@@ -29,6 +29,7 @@ from twostroke.client.chat import ChatTemplate
 from twostroke.client.engine import AsyncEngine
 from twostroke.client.tokenizer import Tokenizer, load_tokenizer
 from twostroke.config import EngineConfig, Explained
+from twostroke.cost_profile import profiled_step_cost
 from twostroke.errors import ConfigError, EngineDeadError
 from twostroke.keys import SharedKey
 from twostroke.messages import EngineReady
@@ -204,6 +205,7 @@ def dispatch_settings(config: EngineConfig) -> DispatchSettings:
         max_retries=config.handoff_retries,
         recompute_max_tokens=config.kv_recompute_max_tokens,
         affinity=config.enable_prefix_caching,
+        step_cost=profiled_step_cost(config),
     )
 
 

@@ -34,6 +34,9 @@ from twostroke.clock import WallClock
 from twostroke.config import EngineConfig, SchedulerConfig
 from twostroke.connector.handoff import HandoffScheduler
 from twostroke.core.loop import EngineCore
+from twostroke.cost import StepCost
+from twostroke.cost_fit import LearnedStepCost
+from twostroke.cost_profile import profiled_step_cost
 from twostroke.errors import ConfigError, ModelError, TwostrokeError
 from twostroke.kv_messages import KvConnect, KvDisconnect, KvReady, KvRelease, KvRenew
 from twostroke.messages import (
@@ -94,6 +97,7 @@ class CoreProcess:
         if self.config.trace:
             self.tracer = Tracer(Path(self.config.trace), f"engine core {launch.engine}")
         self.depth = 2 if self.config.async_scheduling else 1
+        self.learned: LearnedStepCost | None = None  # from the steps that we run
         self.stopping = False
         self.stop_by_s = 0.0
 
@@ -108,7 +112,10 @@ class CoreProcess:
             executor, ready = start_executor(
                 self.launch, self._report_progress, lambda: self.inbox.put(WorkerEnded())
             )
-            self.core = make_core(self.config, ready)
+            step_cost: StepCost | None = profiled_step_cost(self.config)
+            if step_cost is None and ready.kv is not None and self.config.pd_policy == "cost":
+                step_cost = self.learned = LearnedStepCost()
+            self.core = make_core(self.config, ready, step_cost)
             self.executor = executor
             self.loading = False
             self.outbox.put(ready)
@@ -178,6 +185,8 @@ class CoreProcess:
         start_s = time.monotonic()
         outputs = self.core.finish(result)
         self.outbox.put(outputs)
+        if self.learned is not None and outputs.step is not None:
+            self.learned.add(outputs.step)
         if self.tracer:
             self.tracer.span("main", f"wait for {result.step}", wait_s, start_s)
             self.tracer.span("main", f"finish {result.step}", start_s, time.monotonic())
@@ -335,12 +344,19 @@ def scheduler_config(config: EngineConfig, ready: EngineReady) -> SchedulerConfi
     )
 
 
-def make_core(config: EngineConfig, ready: EngineReady) -> EngineCore:
-    """The decisions of an engine; with what hands KV over, if its KV can be read."""
+def make_core(
+    config: EngineConfig, ready: EngineReady, step_cost: StepCost | None = None
+) -> EngineCore:
+    """The decisions of an engine; with what hands KV over, if its KV can be read.
+
+    With a `step_cost` it computes what would take longer to read.
+    """
     clock = WallClock()
     connector = None
     if ready.kv is not None:
-        connector = HandoffScheduler(clock, ready.kv, max_hold_share=config.kv_hold_share)
+        connector = HandoffScheduler(
+            clock, ready.kv, max_hold_share=config.kv_hold_share, step_cost=step_cost
+        )
     return EngineCore(
         scheduler_config(config, ready), clock, connector=connector, check=config.check
     )
