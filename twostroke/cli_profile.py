@@ -39,9 +39,14 @@ def profile(
     recorded: Annotated[
         list[Path] | None,
         typer.Option(
-            "--from", help="traces of serve --trace, to read in place of measuring; repeatable"
+            "--from",
+            help="in place of measuring: traces of serve --trace (repeatable), or the directory of "
+            "a recorded vLLM run",
         ),
     ] = None,
+    gpu: Annotated[
+        str, typer.Option(help="of a recorded vLLM run; default: as its directory's name begins")
+    ] = "",
     out: Annotated[
         Path | None, typer.Option(help="file to write; default: in the cache, by model and device")
     ] = None,
@@ -53,9 +58,15 @@ def profile(
     and checks the fit on a load of another kind. `serve` with --pd-policy cost, `plan` and
     `twin --profile` read the file.
     """
-    settings, _ = flags.resolve()
-    found = _read(settings, recorded) if recorded else _measure(settings, seconds, show=not json)
     from twostroke.cost_profile import default_path
+
+    settings, _ = flags.resolve()
+    if recorded and recorded[0].is_dir():
+        found = _read_vllm(recorded, gpu)
+    elif recorded:
+        found = _read(settings, recorded)
+    else:
+        found = _measure(settings, seconds, show=not json)
 
     path = out or default_path(found.model, found.device)
     found.save(path)
@@ -122,6 +133,20 @@ def _read(settings: "EngineConfig", paths: list[Path]) -> "Profile":
         link_error=link_error,
         settings={"recorded": ", ".join(map(str, paths))},
     )
+
+
+def _read_vllm(paths: list[Path], gpu: str) -> "Profile":
+    from twostroke.twin.hardware import find_gpu
+    from twostroke.twin.models import find_shape
+    from twostroke.twin.vllm_run import profile_of, read_run
+
+    if len(paths) > 1:
+        raise ConfigError(
+            f"--from names {len(paths)} paths and the first is a directory",
+            hint="give one recorded vLLM run at a time",
+        )
+    run = read_run(paths[0])
+    return profile_of(run, find_shape(run.model), find_gpu(gpu or run.name.split("__")[0]))
 
 
 def _link(loads: "list[TracedLoad]") -> "tuple[LinkCost | None, FitError | None]":

@@ -6,7 +6,7 @@ line a request: `input_toks`, `output_toks`, `arrival_time` by the wall's clock,
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -16,11 +16,14 @@ import numpy as np
 from twostroke.arrays import Float64s, Int32s
 from twostroke.config import SchedulerConfig
 from twostroke.cost import StepCost
+from twostroke.cost_fit import FitError, fit_step_cost, work_of
+from twostroke.cost_profile import Profile
 from twostroke.errors import ConfigError
 from twostroke.kv.sizing import KvLayout
+from twostroke.messages import StepSample
 from twostroke.shape import ModelShape
 from twostroke.twin.hardware import Hardware
-from twostroke.twin.roofline import Parallel, Software, kv_budget
+from twostroke.twin.roofline import Parallel, Roofline, Software, kv_budget
 from twostroke.twin.scenario import EngineGroup, Result, Scenario, simulate
 from twostroke.twin.traces import read
 from twostroke.twin.workload import Workload
@@ -247,3 +250,69 @@ def fit_software(
         ratio = (result.e2e_s - result.ttft_s)[chosen] / measured_s * software.kernel_share
         software = Software(kernel_share=float((ratio**2).sum() / ratio.sum()))
     return software
+
+
+def profile_of(run: VllmRun, shape: ModelShape, hardware: Hardware) -> Profile:
+    """A profile from a recorded run: per-request times say nothing of single steps, so the roofline
+    is set right by them, and its answers over the run's range of steps are what is fitted.
+
+    `step_error` is of the decoding of the first half of the requests, to which the share was
+    fitted, as predicted by a replay with the profile itself; `held_out` of the other half.
+    """
+
+    def roofline(parallel: Parallel, software: Software) -> StepCost:
+        return Roofline(
+            shape, hardware, parallel, dtype=weight_dtype(run.settings), software=software
+        )
+
+    def replay(software: Software) -> Scenario:
+        return scenario_of(run, shape, hardware, roofline, software)
+
+    half = len(run.first_s) // 2
+    software = fit_software(run, replay, range(half))
+    (engines,) = replay(software).engines
+    step, _ = fit_step_cost(_samples(engines, int(run.workload.prompt_tokens.max())))
+    scenario = replace(replay(software), engines=[replace(engines, cost=step)])
+    result = simulate(scenario)
+    predicted_s, measured_s = result.e2e_s - result.ttft_s, run.last_s - run.first_s
+    decoded = np.flatnonzero(run.output_tokens > 1)
+    errors = [
+        FitError.of(predicted_s[which], measured_s[which])
+        for which in (decoded[decoded < half], decoded[decoded >= half])
+    ]
+    return Profile(
+        model=run.model,
+        device=hardware.name,
+        step=step,
+        step_error=errors[0],
+        held_out=errors[1],
+        settings={
+            "recorded": run.name,
+            "tensor_parallel_size": str(run.settings.tensor_parallel_size),
+            "data_parallel_size": str(run.settings.data_parallel_size),
+            "kernel_share": f"{software.kernel_share:.3f}",
+        },
+    )
+
+
+def _samples(engines: EngineGroup, longest: int) -> list[StepSample]:
+    """Steps as such a run has them: decodes of all batch sizes, with a chunk of a prompt or not."""
+    config, samples = engines.config, []
+    batches = {2**i for i in range(11) if 2**i < config.max_num_seqs}
+    for rows in sorted(batches | {0, config.max_num_seqs}):
+        for chunk in (0, *(2**i for i in range(4, 20) if 2**i <= config.max_num_batched_tokens)):
+            for context in (64, longest // 4, longest):
+                if rows + chunk == 0 or rows + chunk > config.max_num_batched_tokens:
+                    continue
+                all_rows = rows + (chunk > 0)
+                sample = StepSample(
+                    num_tokens=rows + chunk,
+                    num_rows=all_rows,
+                    num_sampled=all_rows,
+                    context_tokens=context * all_rows,
+                    attended_tokens=rows * context + chunk * (context + chunk // 2),
+                    seconds=0.0,
+                )
+                sample.seconds = engines.cost.step_s(work_of(sample))
+                samples.append(sample)
+    return samples

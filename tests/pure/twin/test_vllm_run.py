@@ -5,13 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from twostroke.cli import app
+from twostroke.cost_profile import Profile
 from twostroke.errors import ConfigError
 from twostroke.twin.hardware import GPUS
 from twostroke.twin.models import find_shape
 from twostroke.twin.roofline import Parallel, Roofline, Software
 from twostroke.twin.scenario import Scenario, simulate
-from twostroke.twin.vllm_run import VllmRun, compare, fit_software, read_run, scenario_of
+from twostroke.twin.vllm_run import (
+    VllmRun,
+    compare,
+    fit_software,
+    profile_of,
+    read_run,
+    scenario_of,
+)
 
 SHAPE, GPU = find_shape("llama-3.1-8b"), GPUS["H100"]
 META: dict[str, Any] = {
@@ -108,6 +118,34 @@ def test_a_run_that_the_twin_made_is_given_back(tmp_path: Path) -> None:
     assert found.kernel_share == pytest.approx(0.8, abs=1e-4)
     half = compare(run, simulate(replay(run, found)), slice(10, 20))
     assert max(abs(it.error) for it in half) < 1e-3
+
+
+def test_a_profile_of_a_run(tmp_path: Path) -> None:
+    """Of a run that the twin made: the profile's own replay is close to it."""
+    run = read_run(save(tmp_path / "H100__x"))
+    result = simulate(replay(run, Software(kernel_share=0.7)))
+    requests = rows()
+    for i, row in enumerate(requests):
+        row["queued_ts"] = row["arrival_time"] - 1000
+        row["first_token_ts"] = row["queued_ts"] + float(result.ttft_s[i])
+        row["last_token_ts"] = row["queued_ts"] + float(result.e2e_s[i])
+    profile = profile_of(read_run(save(tmp_path / "H100__x", requests=requests)), SHAPE, GPU)
+    assert profile.settings["kernel_share"] == "0.700"
+    assert profile.step_error.num_samples == 10
+    assert profile.held_out is not None
+    assert profile.held_out.p90 < 0.05
+
+
+def test_profile_reads_a_run(tmp_path: Path) -> None:
+    directory, out = save(tmp_path / "H100__x"), tmp_path / "profile.json"
+    command = ["profile", "--from", str(directory), "--out", str(out)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "meta-llama/Llama-3.1-8B on H100" in done.output
+    assert Profile.load(out).settings["recorded"] == "H100__x"
+    unknown = CliRunner().invoke(app, [*command, "--gpu", "H1000"])
+    assert isinstance(unknown.exception, ConfigError)
+    assert "did you mean H100?" in str(unknown.exception)
 
 
 @pytest.mark.parametrize(
