@@ -170,14 +170,24 @@ def decode_batch(
     t(B) = a + b B it is rate O (a + b) / (1 - rate O b).
     """
     tokens_per_s = rate_per_s * output_tokens
-    batch = 0.0
-    for _ in range(200):
-        wanted = tokens_per_s * step_s(seen_batch(batch, engines))
-        if wanted > most:
+
+    def wanted(batch: float) -> float:
+        return tokens_per_s * step_s(seen_batch(batch, engines))
+
+    # Newton's method: steps get longer by nearly as much for each row, so few rounds do.
+    batch = wanted(0.0)
+    for _ in range(30):
+        if not batch <= most:
             return INFINITE
-        if wanted - batch <= 1e-6 * max(1.0, wanted):
-            return wanted
-        batch = wanted
+        here = wanted(batch)
+        if abs(here - batch) <= 1e-6 * max(1.0, here):
+            return here
+        width = max(1e-3, 0.01 * batch)
+        slope = (wanted(batch + width) - here) / width
+        # Where each row costs more than a row's time there is no batch that keeps up.
+        if not slope < 1:
+            return INFINITE
+        batch = max(0.0, batch + (here - batch) / (1 - slope))
     return batch
 
 

@@ -132,8 +132,9 @@ def _prefill_line(pool: Pool, demand: Demand) -> tuple[float, float]:
     alone = prefill_s(pool, demand, 1.0)
     batch = math.floor(prompts_per_step(pool, demand))
     if batch < 2:
-        scv = _service_scv(demand)
-        return alone + forms.wait_mgc_s(demand.rate_per_s, alone, pool.count, scv), 1.0
+        # As if the time of a prompt grew with its tokens.
+        wait_s = forms.wait_mgc_s(demand.rate_per_s, alone, pool.count, demand.computed_scv)
+        return alone + wait_s, 1.0
     each = (prefill_s(pool, demand, float(batch)) - alone) / (batch - 1)
     fixed = max(0.0, alone - each)
     latency = forms.batch_latency_s(rate, each, fixed)
@@ -151,12 +152,6 @@ def _prefill_line(pool: Pool, demand: Demand) -> tuple[float, float]:
 # How much longer prompts wait where the router chooses a P when they come, than in one queue from
 # which P take them when they are free (fitted to the twin: 1.2 to 1.7).
 ROUTED = 1.45
-
-
-def _service_scv(demand: Demand) -> float:
-    """Squared coefficient of variation of prefill times, as if they grew with the tokens."""
-    computed = demand.prompt_tokens - demand.cached_tokens
-    return float(computed.var() / computed.mean() ** 2)
 
 
 # ---------------------------------------------------------------- P and D
@@ -205,7 +200,7 @@ class _Decode:
         if slots < 1:
             return 0.0
         rows = slots
-        for _ in range(60):
+        for _ in range(30):
             rate = slots / self.residence_s(rows, before_s)
             # Halfway each time: the step's length answers to the rows, and they to it.
             rows = (rows + rate * self.demand.mean_output * self.step_s(rows)) / 2
@@ -248,7 +243,8 @@ def _disaggregated(
     residence_s = engine.residence_s(seen, latency_s + transfer_s)
     busy = 1 - math.exp(-batch)  # the chance that D is in a step when something comes
     parts = {
-        "room on D": forms.wait_mgc_s(demand.rate_per_s, residence_s, places, _output_scv(demand)),
+        # As if the time on D grew with the output.
+        "room on D": forms.wait_mgc_s(demand.rate_per_s, residence_s, places, demand.output_scv),
         "queue": latency_s
         - alone_s
         + HEARD_IDLE_S * (1 - min(1.0, demand.rate_per_s / by_prefill)),
@@ -257,11 +253,6 @@ def _disaggregated(
         "first decode steps": step_s + busy * LATE_STEPS * step_s,
     }
     return _conclude(constraints, demand, parts, batch, step_s)
-
-
-def _output_scv(demand: Demand) -> float:
-    """Squared coefficient of variation of how long requests stay, as if it grew with the output."""
-    return float(demand.output_tokens.var() / demand.output_tokens.mean() ** 2)
 
 
 def _messages(decode: Pool, demand: Demand) -> float:

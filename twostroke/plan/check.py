@@ -15,10 +15,11 @@ from twostroke.twin.scenario import EngineGroup, Result, Scenario, simulate
 from twostroke.twin.transfers import Link
 from twostroke.twin.workload import Workload, from_spec
 
-STEADY_S = (
-    60.0  # a load drawn from a spec is made at least so long, so that the start counts little
-)
-MOST_REQUESTS = 5000
+# A load drawn from a spec is made so long, so that the start counts little; but no longer than the
+# twin takes a few seconds for, unless more is asked for.
+STEADY_S = 60.0
+MOST_REQUESTS = 600
+MOST_OF_TRACE = 5000
 RATES = (1.0, 0.9, 0.8, 0.65, 0.5)  # of what closed forms promise, until one is carried
 
 
@@ -88,11 +89,11 @@ def load_at(question: Question, rate_per_s: float) -> Workload:
     workload, demand = question.workload, question.demand
     kind, colon, rest = workload.name.partition(":")
     if colon and "n=" in rest:
-        count = min(MOST_REQUESTS, max(len(workload), round(rate_per_s * STEADY_S)))
+        count = max(len(workload), min(MOST_REQUESTS, round(rate_per_s * STEADY_S)))
         fields = [part for part in rest.split(",")[1:] if not part.strip().startswith("n=")]
         text = ",".join([f"{kind}:{rate_per_s!r}/s", *fields, f"n={count}"])
         return from_spec(text, seed=question.seed)
-    workload = workload.head(MOST_REQUESTS)
+    workload = workload.head(MOST_OF_TRACE)
     return workload.scaled(rate_per_s / demand.rate_per_s)
 
 

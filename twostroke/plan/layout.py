@@ -1,7 +1,9 @@
 """What is planned for: the engines of a layout, and what is asked of them."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -98,13 +100,10 @@ class Demand:
         )
 
     def at_rate(self, rate_per_s: float) -> "Demand":
-        """The same lengths, more or less often."""
-        return Demand(
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
-            cached_tokens=self.cached_tokens,
-            rate_per_s=rate_per_s,
-        )
+        """The same lengths, more or less often; what was computed of them is kept."""
+        other = copy.copy(self)
+        object.__setattr__(other, "rate_per_s", rate_per_s)
+        return other
 
     def resampled(self, random: np.random.Generator) -> "Demand":
         """As many requests, drawn from these with replacement."""
@@ -116,33 +115,51 @@ class Demand:
             rate_per_s=self.rate_per_s,
         )
 
-    @property
+    @cached_property
     def mean_prompt(self) -> float:
         return float(self.prompt_tokens.mean())
 
-    @property
+    @cached_property
     def mean_output(self) -> float:
         return float(self.output_tokens.mean())
 
-    @property
+    @cached_property
+    def mean_cached(self) -> float:
+        return float(self.cached_tokens.mean())
+
+    @cached_property
     def mean_computed(self) -> float:
         """Prompt tokens that P computes: E[I (1 - h)]."""
         return float((self.prompt_tokens - self.cached_tokens).mean())
 
-    @property
+    @cached_property
+    def mean_attended(self) -> float:
+        """Query-key products of a prompt, cached tokens among the keys."""
+        computed = self.prompt_tokens - self.cached_tokens
+        return float((computed * (self.cached_tokens + computed / 2)).mean())
+
+    @cached_property
     def decode_context(self) -> float:
         """Tokens in place at a decode step, averaged over steps: longer outputs count for more."""
         steps = self.output_tokens
         return float((steps * (self.prompt_tokens + steps / 2)).sum() / steps.sum())
 
+    @cached_property
+    def output_scv(self) -> float:
+        """Squared coefficient of variation of the outputs."""
+        return float(self.output_tokens.var() / self.mean_output**2)
+
+    @cached_property
+    def computed_scv(self) -> float:
+        """Squared coefficient of variation of the tokens that P computes."""
+        return float((self.prompt_tokens - self.cached_tokens).var() / self.mean_computed**2)
+
     def prefill_work(self, batch: float) -> StepWork:
         """A step with `batch` whole prompts of the mean kind."""
-        computed = self.prompt_tokens - self.cached_tokens
-        attended = float((computed * (self.cached_tokens + computed / 2)).mean())
         return StepWork(
             batch * self.mean_computed,
             batch,
             batch,
-            batch * float(self.cached_tokens.mean()),
-            batch * attended,
+            batch * self.mean_cached,
+            batch * self.mean_attended,
         )

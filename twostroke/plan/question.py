@@ -4,6 +4,7 @@ import difflib
 import math
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -128,12 +129,12 @@ class Question:
     cost_error: float = 0.07
     seed: int = 0
 
-    @property
+    @cached_property
     def demand(self) -> Demand:
         """The workload's lengths and mean rate."""
         return demand_of(self.workload)
 
-    @property
+    @cached_property
     def longest_tokens(self) -> int:
         """Of any request, prompt and output."""
         return int((self.workload.prompt_tokens + self.workload.output_tokens).max())

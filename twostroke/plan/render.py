@@ -69,7 +69,7 @@ def _assumed(plan: Plan) -> str:
     it, demand = plan.question, plan.question.demand
     with_ = it.engines
     rate = f"{demand.rate_per_s:.3g} req/s" if math.isfinite(demand.rate_per_s) else "all at once"
-    cached = float(demand.cached_tokens.mean())
+    cached = demand.mean_cached
     hits = f" ({cached:,.0f} of them cached)" if cached else ""
     memory = f"{it.gpu.memory_bytes / 2**30:.0f} GiB, {with_.gpu_memory_utilization:.0%} of it used"
     lengths = f"{demand.mean_prompt:,.0f} tokens in{hits}, {demand.mean_output:,.0f} out"

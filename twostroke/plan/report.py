@@ -82,7 +82,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
             "rate_per_s": demand.rate_per_s,
             "prompt_tokens": demand.mean_prompt,
             "output_tokens": demand.mean_output,
-            "cached_tokens": float(demand.cached_tokens.mean()),
+            "cached_tokens": demand.mean_cached,
             "ttft_slo_s": it.slo.ttft_s,
             "tpot_slo_s": it.slo.tpot_s,
             "nic_bytes_per_s": it.nic_bytes_per_s,

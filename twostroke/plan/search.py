@@ -174,7 +174,7 @@ def within_slo_per_s(question: Question, layout: Layout) -> float:
     if high <= 0 or holds(high):
         return max(0.0, high)
     low = 0.0
-    for _ in range(12):
+    for _ in range(10):
         middle = (low + high) / 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
