@@ -174,20 +174,19 @@ def decode_batch(
     def wanted(batch: float) -> float:
         return tokens_per_s * step_s(seen_batch(batch, engines))
 
-    # Newton's method: steps get longer by nearly as much for each row, so few rounds do.
+    # Newton's method: steps get longer by nearly as much for each row, so few rounds do. The slope
+    # is taken over whole rows, since some costs have steps there.
     batch = wanted(0.0)
-    for _ in range(30):
+    for _ in range(50):
         if not batch <= most:
             return INFINITE
         here = wanted(batch)
         if abs(here - batch) <= 1e-6 * max(1.0, here):
             return here
-        width = max(1e-3, 0.01 * batch)
+        width = max(2.0, 0.1 * batch)
         slope = (wanted(batch + width) - here) / width
-        # Where each row costs more than a row's time there is no batch that keeps up.
-        if not slope < 1:
-            return INFINITE
-        batch = max(0.0, batch + (here - batch) / (1 - slope))
+        # Where a row costs more than a row's time, no batch keeps up, unless a larger one does.
+        batch = max(0.0, batch + (here - batch) / (1 - slope)) if slope < 0.999 else 2 * batch + 1
     return batch
 
 

@@ -70,8 +70,9 @@ class Analysis:
 
     @property
     def next_constraint(self) -> tuple[Constraint, float]:
-        """The one after, and how far it is used when the first binds."""
-        after = self.constraints[1]
+        """The next of another name, and how far it is used when the first binds."""
+        others = (it for it in self.constraints[1:] if it.name != self.binding.name)
+        after = next(others, self.constraints[1])
         return after, self.capacity_per_s / after.capacity_per_s
 
     @property
@@ -222,7 +223,8 @@ def _disaggregated(
         base_s = link.base_s + _messages(decode, demand) * link.message_s
         # Prompts of one batch leave together, and share P's link as one transfer of their size.
         # The next batch comes a step later; but D's link carries those of the other P too.
-        others = demand.rate_per_s * request_bytes / decode.count / link.bytes_per_s
+        arriving = min(demand.rate_per_s, by_link)
+        others = arriving * request_bytes / decode.count / link.bytes_per_s
         others *= 1 - 1 / prefill.count
         transfer_s = forms.shared_transfer_s(
             base_s, mates * request_bytes, link.bytes_per_s, min(others, 0.999)
@@ -240,7 +242,9 @@ def _disaggregated(
     seen = forms.seen_batch(batch, decode.count)
     step_s = engine.step_s(seen) if math.isfinite(batch) else math.inf
     places = max(1, int(decode.count * engine.slots))
-    residence_s = engine.residence_s(seen, latency_s + transfer_s)
+    residence_s = math.inf
+    if math.isfinite(batch):
+        residence_s = engine.residence_s(seen, latency_s + transfer_s)
     busy = 1 - math.exp(-batch)  # the chance that D is in a step when something comes
     parts = {
         # As if the time on D grew with the output.

@@ -1,5 +1,6 @@
 """What the twin makes of a layout: the real schedulers under the load, on a virtual clock."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +20,6 @@ from twostroke.twin.workload import Workload, from_spec
 # twin takes a few seconds for, unless more is asked for.
 STEADY_S = 60.0
 MOST_REQUESTS = 600
-MOST_OF_TRACE = 5000
 RATES = (1.0, 0.9, 0.8, 0.65, 0.5)  # of what closed forms promise, until one is carried
 
 
@@ -93,7 +93,9 @@ def load_at(question: Question, rate_per_s: float) -> Workload:
         fields = [part for part in rest.split(",")[1:] if not part.strip().startswith("n=")]
         text = ",".join([f"{kind}:{rate_per_s!r}/s", *fields, f"n={count}"])
         return from_spec(text, seed=question.seed)
-    workload = workload.head(MOST_OF_TRACE)
+    workload = workload.head(MOST_REQUESTS)
+    if not math.isfinite(demand.rate_per_s):
+        return workload  # all at once, at any rate
     return workload.scaled(rate_per_s / demand.rate_per_s)
 
 

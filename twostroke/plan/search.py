@@ -24,7 +24,6 @@ from twostroke.plan.question import Question
 CHECKED = 6  # of the best, by closed forms, that the twin runs
 RESAMPLES = 100
 TAIL = 1.3  # an exponential wait is below 2.3 times its mean in 90 % of cases
-KIND_SHARE = 2  # of those checked, at least so many of each kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,17 +117,8 @@ def search(
         if index % 20 == 0:
             progress("closed forms", index / len(candidates) * 0.1)
     found.sort(key=lambda it: _merit(question, it))
-    chosen = _shortlist(found, checks)
-    checked = []
-    for index, option in enumerate(chosen):
-        progress(f"twin: {option.layout.name}", 0.1 + 0.9 * index / len(chosen))
-        checked.append(
-            replace(option, checked=check(question, option.layout, _rate(question, option)))
-        )
+    options = _checked(question, found, checks, progress)
     progress("done", 1.0)
-    checked.sort(key=lambda it: _merit(question, it))
-    rest = [it for it in found if it not in chosen]
-    options = checked + rest
     ratio, interval = (math.nan, (math.nan, math.nan))
     reference = next((it for it in options if it.is_disaggregated), None)
     if reference is not None:
@@ -189,8 +179,9 @@ def _merit(question: Question, option: Option) -> tuple[float, ...]:
     """Smaller is better: who carries the load, on fewer GPUs; then goodput per GPU."""
     rate = question.demand.rate_per_s
     carried = option.within_slo_per_s
-    if option.checked is not None and not option.checked.is_attained:
-        carried = min(carried, option.checked.goodput_per_s)
+    checked = option.checked
+    if checked is not None and not (checked.is_attained and checked.rate_per_s >= 0.999 * rate):
+        carried = min(carried, checked.goodput_per_s)
     if question.num_gpus and not math.isfinite(rate):
         return (-carried / option.num_gpus,)
     if carried >= rate:
@@ -198,14 +189,24 @@ def _merit(question: Question, option: Option) -> tuple[float, ...]:
     return (1.0, -carried, option.num_gpus)
 
 
-def _shortlist(options: list[Option], count: int) -> list[Option]:
-    """The best, with some of each kind so that the twin can compare them."""
-    chosen = options[: max(0, count - KIND_SHARE)]
-    for is_pd in (True, False):
-        kind = [it for it in options if it.is_disaggregated == is_pd]
-        missing = KIND_SHARE - sum(it.is_disaggregated == is_pd for it in chosen)
-        chosen += [it for it in kind if it not in chosen][: max(0, missing)]
-    return chosen[:count] if count else []
+def _checked(
+    question: Question, options: list[Option], count: int, progress: Progress
+) -> list[Option]:
+    """The options with `count` of them run in the twin, those first; each list best first.
+
+    The best of each kind first, so that the twin can compare them; then whoever is best by what
+    is known by then, which the twin may have changed.
+    """
+    rest, checked = list(options), []
+    for number in range(min(count, len(options))):
+        kinds = [it for it in rest if it.is_disaggregated == (number == 0)]
+        chosen = kinds[0] if number < 2 and kinds else rest[0]
+        progress(f"twin: {chosen.layout.name}", 0.1 + 0.9 * number / count)
+        rest.remove(chosen)
+        ran = check(question, chosen.layout, _rate(question, chosen))
+        checked.append(replace(chosen, checked=ran))
+    checked.sort(key=lambda it: _merit(question, it))
+    return checked + rest
 
 
 def _why_never(question: Question, option: Option) -> str:

@@ -7,6 +7,9 @@ import pytest
 from twostroke.cost import LinearStepCost, LinkCost
 from twostroke.plan.analysis import analyse
 from twostroke.plan.layout import Demand, Layout, Pool
+from twostroke.twin.hardware import find_gpu
+from twostroke.twin.models import find_shape
+from twostroke.twin.roofline import Roofline
 
 POOL = Pool(
     count=1,
@@ -127,3 +130,19 @@ def test_layouts_have_names_and_sizes() -> None:
     wide = replace(PAIR, decode=replace(POOL, tensor_parallel_size=4))
     assert wide.name == "1P TP1 : 1D TP4"
     assert wide.num_gpus == 5
+
+
+@pytest.mark.parametrize("rate", [1e-9, 1.0, 1e3, 1e9, math.inf])
+@pytest.mark.parametrize("layout", [PAIR, Layout(both=POOL)], ids=["apart", "together"])
+def test_any_rate_is_answered_with_a_roofline(rate: float, layout: Layout) -> None:
+    cost = Roofline(find_shape("qwen3-30b-a3b"), find_gpu("H100"))
+    changed = {
+        role: replace(pool, cost=cost)
+        for role in ("prefill", "decode", "both")
+        if (pool := getattr(layout, role)) is not None
+    }
+    for prompt, output in ((1, 1), (50_000, 1), (100, 20_000)):
+        analysis = analyse(Layout(**changed), demand(rate, prompt, output), LINK, tpot_slo_s=0.05)
+        assert analysis.throughput_per_s.value <= max(rate, 0)
+        assert analysis.ttft_s.value > 0
+        assert analysis.tpot_s.value > 0
