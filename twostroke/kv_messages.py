@@ -205,7 +205,11 @@ class KvCommands(msgspec.Struct, kw_only=True):
 
 
 class KvLoadEnd(msgspec.Struct, kw_only=True):
-    """A load is over: no read of it is under way. It has failed if there is an `error`."""
+    """A load is over: no read of it is under way. It has failed if there is an `error`.
+
+    `reads` has start, end and bytes of what was read for each ticket: several where it streams, and
+    then less than the time from `started_s` to `ended_s`. Empty where nobody measures it.
+    """
 
     load_id: int
     num_bytes: int = 0
@@ -213,6 +217,7 @@ class KvLoadEnd(msgspec.Struct, kw_only=True):
     started_s: float = 0.0
     ended_s: float = 0.0
     error: str = ""
+    reads: list[tuple[float, float, int]] = []
 
 
 class KvReport(msgspec.Struct):

@@ -194,3 +194,27 @@ class RequestLedger:
     def total_ns(self) -> int:
         """From arrival to the last boundary; always the sum of `spent_ns`."""
         return self._last_ns - self.arrived_ns
+
+
+class LedgerWithTimes(RequestLedger):
+    """A ledger that also remembers when each interval began, for a trace."""
+
+    __slots__ = ("_entered",)
+
+    def __init__(self, arrived_s: float) -> None:
+        super().__init__(arrived_s)
+        self._entered = [(Interval.FRONTEND, self.arrived_ns)]
+
+    def mark(self, boundary: int, time_s: float) -> None:
+        before = self._interval
+        super().mark(boundary, time_s)
+        if self._interval != before:
+            self._entered.append((self._interval, self._last_ns))
+
+    def spans(self) -> list[tuple[Interval, float, float]]:
+        """Intervals with start and end in seconds, in order, up to the last boundary."""
+        ends_ns = [*(start_ns for _, start_ns in self._entered[1:]), self._last_ns]
+        return [
+            (interval, start_ns / 1e9, end_ns / 1e9)
+            for (interval, start_ns), end_ns in zip(self._entered, ends_ns, strict=True)
+        ]

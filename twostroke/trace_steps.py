@@ -1,9 +1,9 @@
-"""Reads back out of a Chrome trace what `serve --trace` wrote: steps, KV loads, messages in."""
+"""Reads back out of a Chrome trace what `serve --trace` wrote: steps, KV loads, requests' lives."""
 
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,38 @@ class TracedLoad:
 
 
 @dataclass(frozen=True)
+class TracedRead:
+    """A part of a load: what was read for one ticket, without a pause."""
+
+    engine: int
+    load: str
+    start_s: float
+    end_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class TracedInterval:
+    """An interval of the ledger of a request, named in lower case."""
+
+    request: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
 class Trace:
-    """All steps that ran rows, and all loads, by their start; and when messages reached engines."""
+    """All steps that ran rows, and all loads, by their start; and when messages reached engines.
+
+    `reads` are the parts of the loads, and `intervals` those of all requests, by their start.
+    """
 
     steps: list[TracedStep]
     loads: list[TracedLoad]
     inputs_s: list[float]
+    reads: list[TracedRead] = field(default_factory=list)
+    intervals: list[TracedInterval] = field(default_factory=list)
 
 
 def read_trace(path: Path) -> Trace:
@@ -78,11 +104,46 @@ def read_trace(path: Path) -> Trace:
         for event in events
         if _pid(event) in engines and event.get("name") == "decode" and "ts" in event
     ]
-    return Trace(sorted(steps, key=_start_s), sorted(loads, key=_start_s), sorted(inputs_s))
+    reads = [
+        read
+        for event in events
+        if _pid(event) in engines and (read := _read(event, engines[_pid(event)]))
+    ]
+    return Trace(
+        sorted(steps, key=_start_s),
+        sorted(loads, key=_start_s),
+        sorted(inputs_s),
+        sorted(reads, key=_start_s),
+        sorted(_intervals(events), key=_start_s),
+    )
 
 
-def _start_s(item: TracedStep | TracedLoad) -> float:
+def _start_s(item: TracedStep | TracedLoad | TracedRead | TracedInterval) -> float:
     return item.start_s
+
+
+def _intervals(events: Iterable[dict[str, Any]]) -> Iterable[TracedInterval]:
+    """Each request is a track of the process that is called `requests`."""
+    processes: set[int] = set()
+    tracks: dict[tuple[int, object], str] = {}
+    for event in events:
+        pid, track = _pid(event), event.get("tid")
+        if event.get("ph") == "M":
+            named = str(_arguments(event).get("name"))
+            if event.get("name") == "process_name" and named == "requests":
+                processes.add(pid)
+            elif event.get("name") == "thread_name" and pid in processes:
+                tracks[pid, track] = named
+        elif (pid, track) in tracks and (times_s := _times_s(event)) is not None:
+            yield TracedInterval(tracks[pid, track], str(event.get("name")), *times_s)
+
+
+def _times_s(event: dict[str, Any]) -> tuple[float, float] | None:
+    try:
+        start_s = float(event["ts"]) / 1e6
+        return start_s, start_s + float(event["dur"]) / 1e6
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _events(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
@@ -141,3 +202,13 @@ def _load(event: dict[str, Any], engine: int) -> TracedLoad | None:
     except (KeyError, TypeError, ValueError):
         return None
     return TracedLoad(engine, start_s, start_s + seconds, *sizes)
+
+
+def _read(event: dict[str, Any], engine: int) -> TracedRead | None:
+    name, num_bytes = event.get("name"), _arguments(event).get("bytes")
+    times_s = _times_s(event)
+    if not (isinstance(name, str) and name.startswith("read ")):
+        return None
+    if times_s is None or not isinstance(num_bytes, int):
+        return None
+    return TracedRead(engine, name.removeprefix("read "), *times_s, num_bytes)

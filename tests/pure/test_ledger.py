@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.ledger import Boundary, Interval, RequestLedger
+from twostroke.ledger import Boundary, Interval, LedgerWithTimes, RequestLedger
 
 B = Boundary
 
@@ -116,3 +116,15 @@ def test_intervals_sum_exactly_whatever_happens(arrived_s, steps, aborted_s):
     before = list(ledger.spent_ns)
     ledger.mark(B.CLOSED, 2e6)
     assert ledger.spent_ns == before
+
+
+def test_a_ledger_with_times_tells_when_intervals_began():
+    ledger = LedgerWithTimes(1.0)
+    for boundary, time_s in (
+        (B.SENT, 2), (B.QUEUED, 2.5), (B.SCHEDULED, 4), (B.FIRST_TOKEN, 7), (B.FINISHED, 9),
+        (B.CLOSED, 10),
+    ):  # fmt: skip
+        ledger.mark(boundary, time_s)
+    assert [(interval.name.lower(), start, end) for interval, start, end in ledger.spans()] == [
+        ("frontend", 1, 2), ("queue", 2, 4), ("prefill", 4, 7), ("decode", 7, 9), ("egress", 9, 10),
+    ]  # fmt: skip

@@ -7,11 +7,11 @@ import pytest
 from twostroke import trace
 from twostroke.errors import ConfigError
 from twostroke.trace import Tracer
-from twostroke.trace_steps import read_trace
+from twostroke.trace_steps import TracedInterval, TracedRead, read_trace
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Steps of an engine, one of them without rows, among other spans."""
     path = tmp_path / "trace.json"
     trace.begin(path)
@@ -25,7 +25,14 @@ def path(tmp_path: Path) -> Path:
     core.span("worker", "step 3", 3.0, 3.1)
     core.span("kv", "load 7", 2.5, 2.75, bytes=1000, messages=4)
     core.span("kv", "load 8", 2.5, 2.75)
+    core.span("kv reads", "read 7", 2.5, 2.625, bytes=600)
+    core.span("kv reads", "read 8", 2.7, 2.75)
     core.flush()
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    requests = Tracer(path, "requests")
+    requests.span("cmpl-1 0", "queue", 0.25, 0.5)
+    requests.span("cmpl-1 0", "frontend", 0.125, 0.25)
+    requests.flush()
     return path
 
 
@@ -38,6 +45,11 @@ def test_steps_of_a_trace_that_is_cut_short(path: Path) -> None:
     assert second.sample.attended_tokens == 123
     assert second.sample.seconds == pytest.approx(0.25)
     assert (load.engine, load.end_s, load.num_bytes, load.num_messages) == (3, 2.75, 1000, 4)
+    assert trace.reads == [TracedRead(3, "7", 2.5, 2.625, 600)]
+    assert trace.intervals == [
+        TracedInterval("cmpl-1 0", "frontend", 0.125, 0.25),
+        TracedInterval("cmpl-1 0", "queue", 0.25, 0.5),
+    ]
     with path.open("a") as file:
         file.write('{"pid": 1, "name": "step 4", "ts"')
     assert len(read_trace(path).steps) == 2

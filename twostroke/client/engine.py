@@ -29,7 +29,7 @@ from twostroke.client.request import Request, RequestOutput, Sample
 from twostroke.client.tokenizer import Tokenizer
 from twostroke.clock import Clock, WallClock
 from twostroke.errors import EngineDeadError, QueueFullError, RequestError
-from twostroke.ledger import Boundary
+from twostroke.ledger import Boundary, LedgerWithTimes
 from twostroke.messages import (
     AddRequest,
     EngineDead,
@@ -43,6 +43,7 @@ from twostroke.messages import (
 )
 from twostroke.metrics import Metrics, SampleRecord, StatusLine, request_line
 from twostroke.router.dispatch import Dispatcher, DispatchSettings, Role
+from twostroke.trace import Tracer
 from twostroke.transport import EngineChannel
 
 __all__ = ["AsyncEngine", "RequestOutput"]
@@ -91,6 +92,7 @@ class AsyncEngine:
         clock: Clock | None = None,
         on_progress: Callable[[EngineProgress], None] | None = None,
         status_interval_s: float = 10.0,
+        tracer: Tracer | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.model_name = model_name
@@ -104,6 +106,7 @@ class AsyncEngine:
         self._clock: Clock = clock or WallClock()
         self._on_progress = on_progress
         self._status_interval_s = status_interval_s
+        self._tracer = tracer
         self._samples: dict[int, Sample] = {}
         self._handles = itertools.count(1)
         self._ended_s: deque[float] = deque(maxlen=64)  # when the last requests ended
@@ -181,6 +184,8 @@ class AsyncEngine:
         for link in self._fleet.living:
             self._die(link, EngineDeadError("the engine was shut down"))
         self._fleet.close()
+        if self._tracer is not None:
+            self._tracer.flush()
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -338,6 +343,8 @@ class AsyncEngine:
         for index in range(params.n):
             handle = next(self._handles)
             sample = Sample(request, index, handle, self.tokenizer)
+            if self._tracer is not None:
+                sample.ledger = LedgerWithTimes(request.arrival_s)
             if self.dispatcher.routing.has_affinity:
                 sample.output_ids = []
             request.samples.append(sample)
@@ -384,6 +391,7 @@ class AsyncEngine:
         for sample in request.samples:
             sample.ledger.mark(Boundary.FINISHED, now_s)
             sample.ledger.mark(Boundary.CLOSED, now_s)
+            self._trace(sample)
         records = [sample.record() for sample in request.samples]
         if records:
             self.metrics.engines[request.samples[0].engine].observe_request(records)
@@ -391,6 +399,13 @@ class AsyncEngine:
             logger.info("%s", request_line(request.request_id, records))
             if on_close is not None:
                 on_close(records)
+
+    def _trace(self, sample: Sample) -> None:
+        """A track of its own for the sample, in which its intervals lie end to end."""
+        if self._tracer is not None and isinstance(sample.ledger, LedgerWithTimes):
+            track = f"{sample.request.request_id} {sample.index}"
+            for interval, start_s, end_s in sample.ledger.spans():
+                self._tracer.span(track, interval.name.lower(), start_s, end_s)
 
     # ------------------------------------------------------------ from the core
 

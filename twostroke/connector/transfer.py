@@ -376,7 +376,8 @@ class _Remote:
         worker, end, ticket, peers = self._worker, load.end, piece.ticket, self._peers
         max_bytes = min(worker.transport.max_piece_bytes, BATCH_BYTES)
         reads = pieces(self.endpoint.layout, worker.layout, worker.rank, piece)
-        end.started_s = end.started_s or worker.clock.now()
+        began_s, num_bytes = worker.clock.now(), end.num_bytes
+        end.started_s = end.started_s or began_s
         for there, rows in reads.items():
             for batch in _batches(split(rows, max_bytes), worker.transport.max_pieces):
                 if load.given_up:
@@ -385,6 +386,7 @@ class _Remote:
                 end.num_messages += len(batch)
                 end.num_bytes += int(batch[:, 2].sum())
         self._num_troubles = 0
+        end.reads.append((began_s, worker.clock.now(), end.num_bytes - num_bytes))
         if all(peers[at].lease(ticket.lease_slot) == ticket.transfer_id for at in reads):
             return ""
         return LEASE_ENDED
@@ -441,6 +443,7 @@ def _merged_end(ends: list[KvLoadEnd]) -> KvLoadEnd:
         num_messages=sum(end.num_messages for end in ends),
         started_s=min(end.started_s for end in ends),
         ended_s=max(end.ended_s for end in ends),
+        reads=sorted(read for end in ends for read in end.reads),
         error=next((end.error for end in ends if end.error), ""),
     )
 

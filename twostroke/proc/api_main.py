@@ -39,6 +39,7 @@ from twostroke.proc.deployment import Deployment
 from twostroke.proc.launch import EngineGroup, startup_block
 from twostroke.proc.ray_engines import RayEngines
 from twostroke.router.dispatch import DispatchSettings
+from twostroke.trace import Tracer
 
 logger = logging.getLogger("twostroke")
 
@@ -192,6 +193,7 @@ def _make_engine(
         default_seed=config.seed,
         prefix_caching=config.enable_prefix_caching,
         on_progress=lambda progress: bars.show(progress.stage, progress.done, progress.total),
+        tracer=Tracer(Path(config.trace), "requests") if config.trace else None,
     )
 
 

@@ -303,6 +303,8 @@ def _trace_device(tracer: Tracer, result: StepResult, outputs: EngineOutputs) ->
         if not load.error:
             size = {"bytes": load.num_bytes, "messages": load.num_messages}
             tracer.span("kv", f"load {load.load_id}", load.started_s, load.ended_s, **size)
+            for start_s, end_s, num_bytes in load.reads:
+                tracer.span("kv reads", f"read {load.load_id}", start_s, end_s, bytes=num_bytes)
 
 
 class _Handle(msgspec.Struct):

@@ -216,7 +216,14 @@ def test_trace_shows_three_threads_and_the_worker_overlapping(
     with serving(tiny_dir, *SMALL, "--trace", str(path)) as served:
         complete(served, "a", max_tokens=64)
         assert served.stop() == 0
-    events = json.loads(path.read_text())
+    everything = json.loads(path.read_text())
+    processes = {e["args"]["name"]: e["pid"] for e in everything if e["name"] == "process_name"}
+    assert set(processes) == {"engine core 0", "requests"}
+    events = [e for e in everything if e["pid"] == processes["requests"]]
+    life = [e["name"] for e in events if e["ph"] == "X"]
+    assert life[:2] == ["frontend", "queue"]
+    assert life[-3:] == ["prefill", "decode", "egress"]
+    events = [e for e in everything if e["pid"] == processes["engine core 0"]]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert set(tracks.values()) == {"input", "main", "output", "worker"}
     spans = {

@@ -222,6 +222,7 @@ def test_a_load_is_read_checked_and_reported(world: World):
         num_messages=sum(map(len, world.engines["p0"].batches)),
         started_s=100.0,
         ended_s=100.0,
+        reads=[(100.0, 100.0, end.num_bytes)],
     )
     assert world.is_loaded(load)
     (link,) = report.links
