@@ -11,6 +11,7 @@ Span = tuple[float, float]
 WIDTH = 960
 RIGHT = 10  # margin
 ROW = 34  # usual height of a row
+EDGED = 6  # wider boxes have an edge
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
@@ -57,7 +58,7 @@ class Picture:
         self, x: float, y: float, width: float, height: float, colour: str, title: str = ""
     ) -> None:
         """A box without an edge where it is too narrow for one."""
-        edge = ' stroke="white"' if width > 3 else ""
+        edge = ' stroke="white"' if width > EDGED else ""
         hint = f"<title>{escape(title)}</title>" if title else ""
         self._out.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
@@ -101,18 +102,16 @@ class Axis:
         ink: str = "white",
         height: float = ROW,
         least: float = 1.5,
-    ) -> bool:
-        """Draw what lies within the axis, at least so wide; says whether `label` found room."""
+    ) -> None:
+        """Draw what lies within the axis, at least so wide, and the label where it finds room."""
         start, end = span
         if end < self.begin or start > self.end:
-            return True
+            return
         left = self.x(start)
         width = max(least, self.x(end) - left)
         self._picture.box(left, top, width, height, colour, title)
-        fits = width > 6.5 * len(label)
-        if label and fits:
+        if label and width > 6.5 * len(label):
             self._picture.text(left + 4, top + height / 2 + 4, label, ink)
-        return fits
 
     def draw(self, y: float, ticks: Iterable[tuple[float, str]]) -> None:
         """The axis itself; `ticks` are times and what is written below them."""

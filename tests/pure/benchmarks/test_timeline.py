@@ -52,9 +52,9 @@ def test_overlap_is_that_of_single_moments(some, others):
 def test_a_picture_clips_spans_to_its_axis():
     picture = timeline.Picture()
     axis = timeline.Axis(picture, 10.0, 20.0, left=50)
-    assert axis.bar((5.0, 15.0), 0, "#123456", "early & late")
-    assert axis.bar((21.0, 22.0), 0, "#abcdef", "outside")
-    assert not axis.bar((12.0, 12.01), 0, "#123456", "", label="no room for this")
+    axis.bar((5.0, 15.0), 0, "#123456", "early & late")
+    axis.bar((21.0, 22.0), 0, "#abcdef", "outside")
+    axis.bar((12.0, 12.01), 0, "#123456", "", label="no room for this")
     axis.draw(40, [(10.0, "0 ms")])
     root = ElementTree.fromstring(picture.svg(60))
     name = "{http://www.w3.org/2000/svg}rect"
@@ -62,3 +62,4 @@ def test_a_picture_clips_spans_to_its_axis():
     middle = 50 + (timeline.WIDTH - timeline.RIGHT - 50) / 2
     assert (float(first.get("x")), float(first.get("width"))) == (50, middle - 50)
     assert float(narrow.get("width")) == 1.5
+    assert [it.text for it in root.iter(name.replace("rect", "text"))] == ["0 ms"]
