@@ -307,13 +307,18 @@ class EngineCore:
     def skippable_turns(self) -> int:
         """How many turns (begin a step, finish the oldest) only decode, if nothing is added.
 
-        To be asked after a `finish` whose outputs were taken; 0 also when plans are checked.
+        To be asked after a `finish`; 0 also when plans are checked. `take_outputs` comes before
+        `skip`, or events are told out of order.
         """
-        if self._rules is not None or self._events or self._finished or self._prefills:
-            return 0
-        if self.state.handoff is not None and self.state.handoff.has_outputs:
+        handoff = self.state.handoff
+        if self._rules is not None or (handoff is not None and handoff.has_outputs):
             return 0
         return fast_forward.skippable_turns(self.state)
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether `take_outputs` has the end of a request to tell."""
+        return bool(self._finished)
 
     @property
     def first_tokens_due(self) -> list[int]:

@@ -8,6 +8,7 @@ from twostroke.core.request import Request
 from twostroke.messages import NO_TOKENS, Bools, Finished, Int32s, Int64s
 
 _NO_ROWS: Int64s = np.empty(0, np.int64)
+_NO_FLAGS: Bools = np.empty(0, np.bool_)
 
 
 @dataclass(slots=True)
@@ -39,13 +40,13 @@ class Step:
     freed_slots: list[int] = field(default_factory=list)
     blocked: Request | None = None  # the first waiting request that lacked blocks
     ended: list[Finished] = field(default_factory=list)  # could never go on
-    slots: Int32s = field(default_factory=NO_TOKENS.copy)
-    uids: Int64s = field(default_factory=_NO_ROWS.copy)
-    handles: Int64s = field(default_factory=_NO_ROWS.copy)
-    num_computed: Int32s = field(default_factory=NO_TOKENS.copy)
-    num_scheduled: Int32s = field(default_factory=NO_TOKENS.copy)
-    num_drafts: Int32s = field(default_factory=NO_TOKENS.copy)
-    samples: Bools = field(default_factory=lambda: np.empty(0, np.bool_))
+    slots: Int32s = field(default_factory=lambda: NO_TOKENS)
+    uids: Int64s = field(default_factory=lambda: _NO_ROWS)
+    handles: Int64s = field(default_factory=lambda: _NO_ROWS)
+    num_computed: Int32s = field(default_factory=lambda: NO_TOKENS)
+    num_scheduled: Int32s = field(default_factory=lambda: NO_TOKENS)
+    num_drafts: Int32s = field(default_factory=lambda: NO_TOKENS)
+    samples: Bools = field(default_factory=lambda: _NO_FLAGS)
 
     @property
     def is_empty(self) -> bool:

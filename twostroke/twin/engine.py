@@ -209,7 +209,9 @@ class TwinEngine:
                     raise ValueError(f"the twin's engines are not asked for {message}")
                 case _:
                     core.apply_kv(message)
-        self._take_outputs()
+        # A process tells its events at once; where nobody acts on them, they can wait for a step.
+        if core.state.handoff is not None or core.has_ends:
+            self._take_outputs()
 
     def _take_outputs(self) -> None:
         if (outputs := self.core.take_outputs()) is not None:
@@ -233,6 +235,7 @@ class TwinEngine:
             turns = min(turns, int(np.searchsorted(ends, deadline_s, side="left")) + 1)
             if turns < MIN_TURNS:
                 return False
+        self._take_outputs()
         self._ends, self._turns = ends, turns
         self._outlook, self._turns_told, self._tokens_told = None, 0, 0
         self._first_tokens = core.first_tokens_due
