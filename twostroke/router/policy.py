@@ -24,7 +24,6 @@ the least recently sent are forgotten once they exceed its pool. A wrong guess c
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,14 +35,17 @@ DECODE_TOKENS = 32
 MAX_IMBALANCE = 1.5
 SLACK_TOKENS = 8 * DECODE_TOKENS  # so that a prefix is worth something while the others idle
 MAX_INDEX_BLOCKS = 1 << 16  # an engine; about 10 MB
+FINE_BLOCKS, COARSE = 8, 4  # beyond so many blocks of a prompt only every fourth has a key
 _FEW = 8  # this part of them may be too many
 
 
 class PrefixKeys:
-    """Keys of a prompt's blocks: key i stands for all tokens up to the end of block i.
+    """Keys of a prompt's blocks, each for all tokens up to the end of one.
 
-    Sums of products with fixed random numbers, modulo 2^64, running on from block to block: two
-    prompts share a key with probability below 2^-40, and then one of them may go elsewhere.
+    Every block at the beginning has one, later ones every `COARSE`: what is cached of a long prompt
+    need not be known to the block. Sums of products with fixed random numbers, modulo 2^64, running
+    on from block to block: two prompts share a key with probability below 2^-40, and then one of
+    them may go elsewhere.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -67,8 +69,14 @@ class PrefixKeys:
         chain = np.cumsum(terms.reshape(num_blocks, -1).sum(axis=1, dtype=np.uint64))
         digest = hashlib.blake2b(salt.encode(), digest_size=8).digest()
         chain += np.frombuffer(digest, np.uint64)
-        keys: list[int] = chain.tolist()
-        return keys
+        fine: list[int] = chain[:FINE_BLOCKS].tolist()
+        coarse: list[int] = chain[FINE_BLOCKS + COARSE - 1 :: COARSE].tolist()
+        return fine + coarse
+
+
+def blocks_of(num_keys: int) -> int:
+    """Blocks that a prompt's first keys stand for."""
+    return num_keys + max(num_keys - FINE_BLOCKS, 0) * (COARSE - 1)
 
 
 class PrefixIndex:
@@ -77,10 +85,11 @@ class PrefixIndex:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._keys: dict[int, None] = {}  # the oldest first
+        self._num_blocks = 0
+        self._keys: dict[int, int] = {}  # and the blocks that each adds; the oldest first
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return self._num_blocks
 
     def match(self, keys: Sequence[int]) -> int:
         """How many leading blocks it holds."""
@@ -88,17 +97,28 @@ class PrefixIndex:
 
     def add(self, keys: Sequence[int]) -> None:
         """The ends of prompts go before their beginnings, as in the engine's own cache."""
-        added = dict.fromkeys(reversed(keys))
+        fine = keys[:FINE_BLOCKS]
+        added = dict.fromkeys(reversed(keys[FINE_BLOCKS:]), COARSE)
+        added |= dict.fromkeys(reversed(fine), 1)
         for key in added.keys() & self._keys.keys():
-            del self._keys[key]
+            self._num_blocks -= self._keys.pop(key)
         self._keys.update(added)
+        self._num_blocks += blocks_of(len(added))
         # Many at once: to find the oldest a dictionary passes over all that were deleted before.
-        if len(self._keys) > self.capacity + self.capacity // _FEW:
-            for key in list(islice(self._keys, len(self._keys) - self.capacity)):
-                del self._keys[key]
+        if self._num_blocks > self.capacity + self.capacity // _FEW:
+            surplus = self._num_blocks - self.capacity
+            oldest = []
+            for key, blocks in self._keys.items():
+                if surplus <= 0:
+                    break
+                oldest.append(key)
+                surplus -= blocks
+            for key in oldest:
+                self._num_blocks -= self._keys.pop(key)
 
     def clear(self) -> None:
         self._keys.clear()
+        self._num_blocks = 0
 
 
 @dataclass
@@ -179,7 +199,7 @@ class RoutingPolicy:
 
     def cached_tokens(self, engine: int, keys: Sequence[int]) -> int:
         """How many leading tokens of a prompt the engine should have in its cache."""
-        return self._engines[engine].prefixes.match(keys) * self._block_size
+        return blocks_of(self._engines[engine].prefixes.match(keys)) * self._block_size
 
     # ------------------------------------------------------------ what it is told
 

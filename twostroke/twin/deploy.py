@@ -6,7 +6,6 @@ from typing import Any, get_args
 
 from twostroke.config import SchedulerConfig
 from twostroke.cost import BandwidthCurve, HostCost, StepCost
-from twostroke.cost_profile import Profile
 from twostroke.errors import ConfigError
 from twostroke.kv.sizing import DTYPE_BYTES, KvLayout
 from twostroke.router.dispatch import DispatchSettings, Role
@@ -161,6 +160,8 @@ class _Sizer:
             raise ConfigError(
                 f"--cost is {options.cost!r}", hint="choices: roofline, aic, or a profile's file"
             )
+        from twostroke.cost_profile import Profile
+
         profile = Profile.load(Path(options.cost))
         return profile.step, profile.host
 

@@ -1,7 +1,7 @@
 """A result's figures, under the keys of `bench serve`, and its text report."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -11,8 +11,10 @@ from twostroke.bench.report import serving_block, table
 from twostroke.bench.stats import Result as Figures
 from twostroke.ledger import Interval
 from twostroke.twin.scenario import Result
-from twostroke.twin.traces import Recorded
 from twostroke.twin.waits import Binding, binding_over_time
+
+if TYPE_CHECKING:
+    from twostroke.twin.traces import Recorded
 
 
 def figures_of(
@@ -153,8 +155,10 @@ def binding_table(bindings: Sequence[Binding]) -> str:
     return table(["time (s)", "bound by", "of time", ""], rows)
 
 
-def recorded(result: Result) -> list[Recorded]:
+def recorded(result: Result) -> "list[Recorded]":
     """The run as a recorded ledger, which `--workload` and `diagnose` read."""
+    from twostroke.twin.traces import Recorded
+
     rows = []
     for index in np.flatnonzero(result.done).tolist():
         spent = result.intervals_s[index]

@@ -4,7 +4,6 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-from twostroke.checkpoint import open_checkpoint, read_json
 from twostroke.errors import ConfigError
 from twostroke.shape import ModelShape, from_hf_config
 
@@ -65,10 +64,12 @@ def find_shape(model: str) -> ModelShape:
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
-    if path.suffix == ".json" and path.exists():
+    if path.suffix in (".json", ".gguf") and path.exists():
+        from twostroke.checkpoint import open_checkpoint, read_json
+
+        if path.suffix == ".gguf":
+            return open_checkpoint(path).shape
         return from_hf_config(read_json(path), source=str(path))
-    if path.suffix == ".gguf" and path.exists():
-        return open_checkpoint(path).shape
     plain = _SUFFIX.sub("", model.rstrip("/").rpartition("/")[2].lower()).removeprefix("meta-")
     if plain in KNOWN:
         return _known(plain)

@@ -23,7 +23,6 @@ from twostroke.connector.handoff import HandoffScheduler
 from twostroke.connector.layout import record_of
 from twostroke.core.loop import EngineCore
 from twostroke.errors import ConfigError, EngineDeadError
-from twostroke.kv.prefix import PrefixHasher
 from twostroke.kv_messages import TRANSFER_ID_BYTES, KvEndpoint
 from twostroke.ledger import Boundary
 from twostroke.messages import (
@@ -40,6 +39,7 @@ from twostroke.twin import scenario as scenarios
 from twostroke.twin.engine import TwinEngine
 from twostroke.twin.executor import CostExecutor
 from twostroke.twin.front import FrontEnd
+from twostroke.twin.hasher import PromptHasher
 from twostroke.twin.lockstep import Lockstep, LockstepExecutor
 from twostroke.twin.record import Requests, Timeline
 from twostroke.twin.scenario import EngineGroup, EngineResult, Result, Scenario
@@ -71,7 +71,7 @@ class World:
         self._order = itertools.count()
         self._last_output_s: list[float] = []
         self._last_input_s: list[float] = []
-        self._hashers: dict[int, PrefixHasher] = {}  # by block size
+        self._hashers: dict[int, PromptHasher] = {}  # by block size
         self._preempted: set[int] = set()  # and without a token since
         self._network_s = math.inf
         self._timer_s = math.inf
@@ -160,9 +160,9 @@ class World:
         self, config: SchedulerConfig, clock: VirtualClock, connector: HandoffScheduler | None
     ) -> EngineCore:
         core = EngineCore(config, clock, connector=connector)
-        # One secret for all: it takes long to draw, and decides nothing.
-        hasher = core.state.kv.hasher
-        core.state.kv.hasher = self._hashers.setdefault(config.block_size, hasher)
+        core.state.kv.hasher = self._hashers.setdefault(
+            config.block_size, PromptHasher(config.block_size)
+        )
         return core
 
     def _token_of(self, request_id: str) -> int:

@@ -119,7 +119,7 @@ def test_what_was_reset_or_fell_out_of_the_pool_attracts_nothing():
     assert choose(policy, shared) == 0
     policy.prefixes_reset(0)
     assert choose(policy, shared) == 1
-    policy.engine_ready(1, pool_tokens=19 * 16)
+    policy.engine_ready(1, pool_tokens=16 * 16)
     for handle, seed in enumerate((0, 1), start=1):
         policy.sent(handle, 1, 320, policy.keys_of(prompt(seed, 320)))
         policy.ended(handle)
