@@ -15,12 +15,11 @@ from hashing like no token at all. `start` is drawn from the request's domain (i
 
 import hashlib
 import secrets
-from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from twostroke.kv.blocks import NULL_BLOCK
+from twostroke.kv.blocks import NULL_BLOCK, run_of
 from twostroke.messages import Int32s
 
 UInt64s = NDArray[np.uint64]
@@ -113,20 +112,28 @@ class PrefixMap:
     def add(self, keys: list[bytes], blocks: list[int]) -> None:
         """Register each block under its key, unless it has one already or is the null block."""
         key_of, first = self.key_of, self.first
-        if NULL_BLOCK in blocks or any([key_of[block] for block in blocks]):
+        run = run_of(blocks)
+        present = key_of[run] if run is not None else [key_of[block] for block in blocks]
+        if NULL_BLOCK in blocks or any(present):
             known = [i for i, b in enumerate(blocks) if b != NULL_BLOCK and key_of[b] is None]
-            keys, blocks = [keys[i] for i in known], [blocks[i] for i in known]
+            keys, blocks, run = [keys[i] for i in known], [blocks[i] for i in known], None
         holders = list(map(first.setdefault, keys, blocks))
-        for key, block in zip(keys, blocks, strict=True):
-            key_of[block] = key
+        if run is not None:
+            key_of[run] = keys
+        else:
+            for key, block in zip(keys, blocks, strict=True):
+                key_of[block] = key
         if holders != blocks:
             for key, block, holder in zip(keys, blocks, holders, strict=True):
                 if holder != block:
                     self._later.setdefault(key, []).append(block)
 
-    def remove_all(self, blocks: Iterable[int]) -> bool:
+    def remove_all(self, blocks: list[int]) -> bool:
         """Take the key from each block that has one; whether any had."""
         key_of, first, later = self.key_of, self.first, self._later
+        run = run_of(blocks)
+        if run is not None and not any(key_of[run]):
+            return False
         keyed = [(block, key) for block in blocks if (key := key_of[block]) is not None]
         for block, key in keyed:
             if later and key in later:

@@ -7,6 +7,8 @@ function of its scenario. The router, the schedulers and the connector's half ar
 engine; only devices, links and clients are played.
 """
 
+import contextlib
+import gc
 import heapq
 import itertools
 import math
@@ -35,14 +37,14 @@ from twostroke.messages import (
     ToEngine,
 )
 from twostroke.router.dispatch import Dispatcher
-from twostroke.twin import scenario as scenarios
 from twostroke.twin.engine import TwinEngine
 from twostroke.twin.executor import CostExecutor
 from twostroke.twin.front import FrontEnd
 from twostroke.twin.hasher import PromptHasher
 from twostroke.twin.lockstep import Lockstep, LockstepExecutor
+from twostroke.twin.outcome import engine_result, result_of
 from twostroke.twin.record import Requests, Timeline
-from twostroke.twin.scenario import EngineGroup, EngineResult, Result, Scenario
+from twostroke.twin.scenario import EngineGroup, Result, Scenario
 from twostroke.twin.transfers import EngineTransfers, Fabric
 
 # Kinds of events in the order in which they happen at one moment.
@@ -177,6 +179,29 @@ class World:
     def run(self) -> Result:
         """To the end, or to the scenario's `until_s`."""
         started_s = time.perf_counter()
+        with _rare_collections():
+            self._run()
+        engines = [
+            engine_result(
+                engine,
+                self._groups,
+                self._timelines[engine.index],
+                self._transfers[engine.index] if self._transfers else None,
+            )
+            for engine in self.engines
+        ]
+        return result_of(
+            self.scenario,
+            self.requests,
+            engines,
+            self._fabric.network,
+            self._groups,
+            counters=vars(self.dispatcher.counters),
+            ended_s=self._end_s,
+            wall_s=time.perf_counter() - started_s,
+        )
+
+    def _run(self) -> None:
         workload, heap = self.scenario.workload, self._heap
         first = np.flatnonzero(workload.after < 0).tolist()
         arrivals = iter(sorted(first, key=workload.arrival_s.__getitem__))
@@ -209,7 +234,6 @@ class World:
                 engine = self.engines[key]
                 engine.rouse(time_s)
                 self._after(engine)
-        return self._result(time.perf_counter() - started_s)
 
     def _push(self, time_s: float, kind: int, key: int, what: object = None) -> None:
         heapq.heappush(self._heap, (time_s, kind, key, what))
@@ -456,64 +480,16 @@ class World:
                 self.dispatcher.fleet[engine.index].stats = stats
                 self.dispatcher.routing.engine_stats(engine.index, stats)
 
-    # ------------------------------------------------------------ the result
 
-    def _result(self, wall_s: float) -> Result:
-        requests, workload = self.requests, self.scenario.workload
-        done = requests.end_s >= 0
-        for index in requests.errors:
-            done[index] = False
-        for index in np.flatnonzero(requests.end_s < 0).tolist():
-            requests.errors[index] = "it had not ended when the simulation did"
-        arrival_s = np.where(requests.arrival_s >= 0, requests.arrival_s, np.nan)
-        ttft_s = np.where(requests.first_s >= 0, requests.first_s - arrival_s, np.nan)
-        e2e_s = np.where(done, requests.last_s - arrival_s, np.nan)
-        gaps = np.maximum(requests.num_tokens - 1, 1)
-        tpot_s = np.where(done, (requests.last_s - requests.first_s) / gaps, np.nan)
-        gap_s, gap_counts = requests.gaps.columns()
-        network = self._fabric.network
-        names = {key: scenarios.link_name(key, self._groups) for key in network.links}
-        return Result(
-            scenario=self.scenario,
-            duration_s=self._end_s - float(np.nanmin(arrival_s, initial=self._end_s)),
-            arrival_s=arrival_s,
-            ttft_s=ttft_s,
-            tpot_s=tpot_s,
-            e2e_s=e2e_s,
-            prompt_tokens=workload.prompt_tokens,
-            output_tokens=requests.num_tokens,
-            cached_tokens=requests.cached_tokens,
-            num_preemptions=requests.num_preemptions(),
-            intervals_s=requests.intervals_s(),
-            itl_s=gap_s,
-            itl_counts=gap_counts,
-            peak_tokens_per_s=requests.peak_tokens_per_s,
-            errors=requests.errors,
-            changes=requests.log.columns(),
-            engines=[self._engine_result(engine) for engine in self.engines],
-            link_bytes={names[key]: moved for key, moved in network.bytes_moved.items()},
-            link_busy_s={names[key]: busy_s for key, busy_s in network.busy_s.items()},
-            links={names[key]: use for key, use in network.use.items()},
-            counters=vars(self.dispatcher.counters),
-            wall_s=wall_s,
-        )
-
-    def _engine_result(self, engine: TwinEngine) -> EngineResult:
-        group, stats = self._groups[engine.index], engine.core.stats()
-        moved = self._transfers[engine.index] if self._transfers else None
-        return EngineResult(
-            name=scenarios.engine_name(engine.index, self._groups),
-            role=group.role,
-            timeline=self._timelines[engine.index].columns(),
-            busy_s=engine.executor.busy_s,
-            prefill_s=engine.executor.prefill_s,
-            num_steps=stats.num_steps,
-            num_skipped=engine.num_skipped,
-            num_preemptions=stats.num_preemptions,
-            num_blocks=group.config.num_blocks,
-            loaded_bytes=moved.num_bytes if moved else 0,
-            loaded_messages=moved.num_messages if moved else 0,
-        )
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Next to nothing here is garbage in cycles, and what lives is walked in vain each time."""
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _followers(after: Int32s) -> dict[int, list[int]]:

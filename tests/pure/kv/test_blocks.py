@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from twostroke.kv.blocks import BlockPool
+from twostroke.kv.blocks import BlockPool, run_of
 
 
 def test_blocks_come_from_the_front():
@@ -68,3 +68,24 @@ def test_against_a_plain_list(seed):
                 model.append(block)
         assert list(pool.free_blocks()) == model
         assert pool.num_free == len(model)
+
+
+def test_runs():
+    up, down = list(range(3, 40)), list(range(40, 0, -1))
+    values = list(range(50))
+    for blocks in (up, down, list(range(30, -1, -1))):
+        assert values[run_of(blocks)] == blocks
+    for blocks in ([], [1, 2, 3], [*up, 50], [*up[:20], *up[21:]], [3] * 20):
+        assert run_of(blocks) is None
+
+
+def test_runs_are_taken_and_released_like_any_blocks():
+    pool = BlockPool(100)
+    taken = pool.take(40)
+    pool.pin(taken[:20])
+    pool.release(reversed(taken))  # the first 20 are still held
+    assert pool.num_free == 79
+    assert list(pool.free_blocks())[-20:] == taken[:19:-1]
+    pool.release(reversed(taken[:20]))
+    assert sorted(pool.free_blocks()) == list(range(1, 100))
+    assert pool.references == [0] * 100
