@@ -157,9 +157,10 @@ ROUTED = 1.45
 
 # ---------------------------------------------------------------- P and D
 
-# Where D decodes it hears messages between two steps, half a step late, begins to read with the
-# step after, and looks at what has come when a step ends. The next step is planned by then: the
-# first token is of the one after. An engine without rows looks up every few milliseconds.
+# Where D decodes it hears messages between two steps, half a step late. Its workers begin to read
+# when they come to the step that is planned then, one later, and it looks at what has come when a
+# step ends. The next is planned by then: the first token is of the one after. An engine without
+# rows looks up every few milliseconds.
 HEARD_STEPS = 0.5
 LATE_STEPS = 1.0
 HEARD_IDLE_S = IDLE_WAIT_S / 2
@@ -169,7 +170,8 @@ def _in_steps_s(transfer_s: float, step_s: float, busy: float) -> float:
     """From D's room for a request until it knows that its KV is there."""
     if not math.isfinite(step_s):
         return math.inf
-    among_decodes = HEARD_STEPS * step_s + max(step_s, transfer_s + step_s / 2)
+    until_read = (HEARD_STEPS + LATE_STEPS) * step_s
+    among_decodes = until_read + max(step_s, transfer_s + step_s / 2)
     return busy * among_decodes + (1 - busy) * (transfer_s + HEARD_IDLE_S)
 
 
@@ -192,7 +194,7 @@ class _Decode:
 
     def residence_s(self, rows: float, before_s: float) -> float:
         """How long a request has room on D: from when it is sent to P until its last token."""
-        steps = self.demand.mean_output + 1 + 2 * HEARD_STEPS
+        steps = self.demand.mean_output + 1 + 2 * HEARD_STEPS + LATE_STEPS
         return before_s + steps * self.step_s(rows)
 
     def through_slots_per_s(self, before_s: float) -> float:
