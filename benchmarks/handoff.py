@@ -20,7 +20,9 @@ ledger      the intervals of each request against what the client has measured
 import argparse
 import asyncio
 import random
+import signal
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -295,6 +297,7 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, help="draw a request of each mode into this file")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server must not outlive us
     results, drawn = {}, {}
     for mode in options.kv_mode:
         trace, lives = measure(mode, options)
