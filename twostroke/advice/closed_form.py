@@ -37,7 +37,7 @@ def nearest_ratio(prefill_per_decode: float, most_engines: int) -> tuple[int, in
     Closeness is that of the slower side's share: 3:2 for 1.4 rather than 1:1.
     """
     best, best_error = (1, 1), INFINITE
-    wanted = min(max(prefill_per_decode, 1 / most_engines), most_engines)
+    wanted = min(max(1 / most_engines, prefill_per_decode), most_engines)
     for total in range(2, most_engines + 1):
         prefill = min(total - 1, max(1, round(total * wanted / (1 + wanted))))
         error = abs(math.log(prefill / (total - prefill) / wanted))

@@ -164,7 +164,7 @@ def layout(seen: Observation) -> Verdict:
             "than once",
             f"run D at TP {heads} with more engines, which moves each head once; then {better}",
         )
-    if then >= WORTH_CHANGING * now:
+    if then >= WORTH_CHANGING * now > 0:
         gain = then / now - 1
         return case.act(
             "change", f"{better} would carry {gain:.0%} more than {shown}", f"run {better}"

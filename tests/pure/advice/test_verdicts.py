@@ -85,6 +85,7 @@ def test_a_healthy_deployment_is_left_alone() -> None:
         ("message_size", {"link_message_s": 100e-6}, "small"),
         ("layout", {"num_prefill": 5, "num_decode": 1, "prefill_busy": 0.1}, "change"),
         ("layout", {"link_low_bytes_per_s": 5e9}, "change"),
+        ("layout", {"link_low_bytes_per_s": 0.0}, "change"),
         ("link_limit", {"link_low_bytes_per_s": 4e9}, "near"),
         ("link_limit", {"num_links": 0.3}, "near"),
         ("prefill_blocked", {"prefill_pin_wait_s": 5.0}, "yes"),
