@@ -10,7 +10,6 @@ import numpy as np
 
 from twostroke.arrays import Float64s
 from twostroke.bench.report import serving_block
-from twostroke.errors import ConfigError
 from twostroke.ledger import Interval
 from twostroke.twin import waits
 from twostroke.twin.figures import binding_table, engine_table, figures_of, ledger_table
@@ -33,13 +32,9 @@ COLOURS = {
 
 
 def write_page(result: Result, path: Path) -> None:
-    """Write the report. ConfigError when plotly is missing; OSError when the file cannot be."""
-    try:
-        from plotly import offline
-    except ImportError:
-        raise ConfigError(
-            "the report needs plotly, which is not installed", hint="pip install plotly"
-        ) from None
+    """Write the report. OSError when the file cannot be written."""
+    from plotly import offline
+
     figures = [
         ("Requests by what they spend their time on", _stack(result)),
         ("Queues, by engine", _gauges(result, ["running", "waiting"], "requests")),
@@ -130,7 +125,9 @@ def _stack(result: Result) -> dict[str, Any]:
         for interval in Interval
         if counts[:, interval].any()
     ]
-    return {"data": data, "layout": _layout("requests")}
+    layout = _layout("requests")
+    layout["yaxis"]["range"] = [0, 1.05 * float(counts.sum(axis=1).max(initial=1.0))]
+    return {"data": data, "layout": layout}
 
 
 def _name(interval: Interval) -> str:
@@ -226,7 +223,10 @@ def _waits(result: Result) -> dict[str, Any]:
         for interval in Interval
         if len(table) and table[:, interval].any()
     ]
-    return {"data": data, "layout": _layout("seconds", "arrival (s)")}
+    layout = _layout("seconds", "arrival (s)")
+    if len(table):
+        layout["yaxis"]["range"] = [0, 1.05 * float(table.sum(axis=1).max())]
+    return {"data": data, "layout": layout}
 
 
 # ---------------------------------------------------------------- trace
