@@ -2,8 +2,8 @@
 
     python benchmarks/twin_speed.py [--trace mooncake/conversation_trace.jsonl] [--sizes 1000 10000]
 
-`article`: 325 requests of 8k in, 1k out at 65/s on 4 prefill and 7 decode engines of TP8. `trace`:
-all of it on 8 engines. `sizes`: so many requests of 512 in, 128 out on 8 engines; what a request
+`1P1D`, `4P7D`: 325 requests of 8k in, 1k out at 65/s on so many engines of TP8. `trace`: all of it
+on 8 engines. `sizes`: so many requests of 512 in, 128 out on 8 engines; what a request
 costs should not depend on how many there are. The last line is JSON.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from twostroke.bench.report import table
 
 TWIN = [sys.executable, "-m", "twostroke.cli", "twin", "--json"]
-ARTICLE = "--model Qwen3-30B-A3B --gpu H100 --prefill 4xTP8 --decode 7xTP8 --max-num-seqs 512 "
-ARTICLE += "--max-num-batched-tokens 65536 --workload poisson:65/s,in=8192,out=1024,n=325"
+ARTICLE = "--model Qwen3-30B-A3B --gpu H100 --max-num-seqs 512 --kv-gib 54 "
+ARTICLE += "--max-num-batched-tokens 65536 --workload poisson:65/s,in=8192,out=1024,n=325 "
 EIGHT = "--model Llama-3.1-8B --gpu H100 --both 8"
 
 
@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="Mooncake's conversation trace")
     parser.add_argument("--sizes", type=int, nargs="*", default=[1000, 10_000, 100_000])
     options = parser.parse_args()
-    cases = [("article", ARTICLE.split())]
+    one = f"{ARTICLE} --prefill TP8 --decode TP8"
+    cases = [("1P1D", one.split())]
+    cases.append(("4P7D", f"{ARTICLE} --prefill 4xTP8 --decode 7xTP8".split()))
     if options.trace is not None:
         cases.append(("trace", [*EIGHT.split(), "--workload", str(options.trace)]))
     for size in options.sizes:
