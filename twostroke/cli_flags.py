@@ -5,6 +5,7 @@ value gives the same message from a flag, a file or the environment.
 """
 
 import dataclasses
+import functools
 import inspect
 import typing
 from collections.abc import Callable
@@ -151,10 +152,16 @@ _CONFIG_FILE = _parameter(
 )
 
 
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    """The settings' types by name: looked up once, not once a flag."""
+    return typing.get_type_hints(EngineConfig)
+
+
 def _option(name: str) -> inspect.Parameter:
     """The flag of one field: vLLM's spelling, its type or choices, its default."""
     field = EngineConfig.__dataclass_fields__[name]
-    kind = typing.get_type_hints(EngineConfig)[name]
+    kind = _kinds()[name]
     flag = "--" + name.replace("_", "-")
     help_text = field.metadata["doc"]
     if field.default != "":
