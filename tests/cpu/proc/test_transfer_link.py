@@ -102,7 +102,10 @@ def test_only_nixl_serves_other_hosts():
 
 
 def test_processor_time_of_processes_is_counted_by_thread():
-    before = transfer_link.cpu_s_of([os.getpid()])
-    sum(range(200_000))
-    assert transfer_link.cpu_s_of([os.getpid()]) > before
+    def cpu_s() -> float:
+        return transfer_link.cpu_s_of([os.getpid()])
+
+    before = cpu_s()
+    # The system brings the account up to date now and then only.
+    assert any(sum(range(200_000)) and cpu_s() > before for _ in range(1000))
     assert transfer_link.cpu_s_of([1 << 22]) == 0
