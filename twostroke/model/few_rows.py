@@ -15,10 +15,8 @@ whether this kernel or, beside many other rows, oneDNN computed it. Needs AVX512
 not documented, so nothing is used before it has been tried.
 """
 
-import ctypes
 import functools
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +26,7 @@ from twostroke.model.tile_ir import (
     VECTORS,
     Arguments,
     Compiled,
+    TileProduct,
     add_to,
     broadcast_pair,
     cells_of,
@@ -41,52 +40,27 @@ _PREFETCH_BYTES = 4096
 _CHUNKS = (1024, 512)  # inputs that oneDNN has been seen to sum up before adding them to the rest
 
 
-class FewRows:
-    """y = x @ weight.T + bias for x [R, in] bfloat16, R <= MAX_ROWS. Not for concurrent use."""
+class FewRows(TileProduct):
+    """At most MAX_ROWS rows, with a weight that oneDNN has packed."""
 
-    __slots__ = ("_arguments", "_keep", "_kernel", "out")
+    __slots__ = ()
 
     def __init__(self, packed: Tensor, bias: Tensor | None, chunk: int) -> None:
         """`packed` is oneDNN's form of a weight [out, in]; see `few_rows` for the conditions."""
-        self._kernel = _compiled()
-        self._keep = (packed, bias)  # the kernel knows addresses only
-        self.out, width = packed.shape
-        self._arguments = Arguments(
+        out, width = packed.shape
+        arguments = Arguments(
             weight=torch.ops.mkldnn.data_ptr(packed),
             block_bytes=OUTPUTS * width * 2,
             bias=0 if bias is None else bias.data_ptr(),
             first=width // 2,
             second=chunk // 2,
-            blocks=self.out // OUTPUTS,
+            blocks=out // OUTPUTS,
         )
+        super().__init__(_compiled(), arguments, out, (packed, bias))
 
     def call(self, x: int, y: int, row: Int64s) -> tuple[int, int]:
-        """Function and argument for a `Program`, with x and y at these addresses, contiguous.
-
-        `row` becomes the argument; before a run its ROWS must be set and its TICKET zeroed.
-        """
-        a = self._arguments
-        a.x, a.x_row_bytes, a.y, a.y_row_bytes, a.wide = x, a.first * 4, y, self.out * 2, 0
-        row[:] = np.frombuffer(memoryview(a), np.int64)
-        return self._kernel.address, row.ctypes.data
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The last dimension of x must be contiguous."""
-        return self.into(torch.empty((x.shape[0], self.out), dtype=torch.bfloat16), x)
-
-    def into(self, y: Tensor, x: Tensor) -> Tensor:
-        """The product is written to y [R, out], contiguous, bfloat16 or float32; returns y."""
-        a = self._arguments
-        a.x, a.x_row_bytes = x.data_ptr(), x.stride(0) * 2
-        a.y, a.y_row_bytes = y.data_ptr(), self.out * y.element_size()
-        a.wide = int(y.dtype == torch.float32)
-        a.rows, a.ticket = x.shape[0], 0
-        threads = torch.get_num_threads()
-        if threads == 1:
-            self._kernel.run(ctypes.addressof(a))
-        else:
-            self._kernel.run_parallel(self._kernel.address, ctypes.addressof(a), threads, 0)
-        return y
+        """For a `Program`; see `TileProduct._call`."""
+        return self._call(x, self._arguments.first * 4, y, row)
 
 
 def few_rows(packed: Tensor, bias: Tensor | None) -> FewRows | None:

@@ -18,10 +18,8 @@ An 8-bit weight is two planes of 4 bits, its upper and its lower half, each with
     holds its inputs p, p + 2, p + 4 and p + 6 of these 8, from its lowest bits on
 """
 
-import ctypes
 import functools
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +31,7 @@ from twostroke.model.tile_ir import (
     VECTORS,
     Arguments,
     Compiled,
+    TileProduct,
     broadcast_pair,
     cells_of,
     compile_kernel,
@@ -54,54 +53,37 @@ _HIGH: list[int] = (
 )
 
 
-class QuantisedRows:
-    """y = x @ weight.T + bias for x [R, in] bfloat16. Not for concurrent use."""
+class QuantisedRows(TileProduct):
+    """Any number of rows, with a weight of few bits. x must be contiguous."""
 
-    __slots__ = ("_arguments", "_keep", "_kernel", "nbytes", "needs_sums", "num_groups", "out")
+    __slots__ = ("nbytes", "needs_sums", "num_groups")
 
     def __init__(self, weight: QuantisedWeight, bias: Tensor | None) -> None:
         """See `can_multiply` for the conditions; `bias` is bfloat16 [out]."""
-        self.out, width = weight.values.shape
+        out, width = weight.values.shape
         self.num_groups = width // GROUP
         self.needs_sums = weight.minima is not None  # needs the sums of x over groups
-        self._kernel = _compiled(weight.bits // 4, self.needs_sums)
         packed = _pack(weight)
         self.nbytes = packed.nbytes
-        self._keep = (packed, bias)  # the kernel knows addresses only
-        self._arguments = Arguments(
+        arguments = Arguments(
             weight=packed.data_ptr(),
-            block_bytes=packed.nbytes // (self.out // OUTPUTS),
+            block_bytes=packed.nbytes // (out // OUTPUTS),
             bias=0 if bias is None else bias.data_ptr(),
             first=self.num_groups,
-            blocks=self.out // OUTPUTS,
+            blocks=out // OUTPUTS,
         )
+        kernel = _compiled(weight.bits // 4, self.needs_sums)
+        super().__init__(kernel, arguments, out, (packed, bias))
 
     def call(self, x: int, sums: int, y: int, row: Int64s) -> tuple[int, int]:
-        """Function and argument for a `Program`: see `FewRows.call`; `sums` as in `group_sums`."""
-        a = self._arguments
-        a.x, a.x_row_bytes, a.second = x, self.num_groups * GROUP * 2, sums
-        a.y, a.y_row_bytes, a.wide = y, self.out * 2, 0
-        row[:] = np.frombuffer(memoryview(a), np.int64)
-        return self._kernel.address, row.ctypes.data
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x must be contiguous."""
-        return self.into(torch.empty((x.shape[0], self.out), dtype=torch.bfloat16), x)
+        """For a `Program`; see `TileProduct._call`. `sums` as in `group_sums`."""
+        self._arguments.second = sums
+        return self._call(x, self.num_groups * GROUP * 2, y, row)
 
     def into(self, y: Tensor, x: Tensor) -> Tensor:
-        """The product is written to y [R, out], contiguous, bfloat16 or float32; returns y."""
-        a = self._arguments
         sums = group_sums(x) if self.needs_sums else x
-        a.x, a.x_row_bytes, a.second = x.data_ptr(), x.stride(0) * 2, sums.data_ptr()
-        a.y, a.y_row_bytes = y.data_ptr(), self.out * y.element_size()
-        a.wide = int(y.dtype == torch.float32)
-        a.rows, a.ticket = x.shape[0], 0
-        threads = torch.get_num_threads()
-        if threads == 1:
-            self._kernel.run(ctypes.addressof(a))
-        else:
-            self._kernel.run_parallel(self._kernel.address, ctypes.addressof(a), threads, 0)
-        return y
+        self._arguments.second = sums.data_ptr()
+        return super().into(y, x)
 
 
 def group_sums(x: Tensor) -> Tensor:
@@ -116,11 +98,14 @@ def group_sums(x: Tensor) -> Tensor:
 
 def can_multiply(out: int, width: int) -> bool:
     """Whether there is a kernel for a weight [out, width] on this processor."""
-    return out % OUTPUTS == 0 and width % GROUP == 0 and _works() and kernels() is not None
+    return out % OUTPUTS == 0 and width % GROUP == 0 and works()
 
 
 @functools.cache
-def _works() -> bool:
+def works() -> bool:
+    """Whether this processor has what the kernels need."""
+    if kernels() is None:
+        return False
     try:
         _compiled(1, True)
     except (ImportError, AttributeError, OSError, RuntimeError):

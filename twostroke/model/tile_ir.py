@@ -13,6 +13,11 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.arrays import Int64s
 from twostroke.config import cache_dir
 from twostroke.model.openmp import load_openmp
 
@@ -44,6 +49,49 @@ class Compiled(NamedTuple):
     address: int
     run: Callable[[int], None]
     run_parallel: Callable[[int, int, int, int], None]
+
+
+class TileProduct:
+    """y = x @ weight.T + bias by a compiled kernel, for x [R, in] bfloat16. One run at a time."""
+
+    __slots__ = ("_arguments", "_keep", "_kernel", "out")
+
+    def __init__(
+        self, kernel: Compiled, arguments: Arguments, out: int, keep: tuple[Tensor | None, ...]
+    ) -> None:
+        """`arguments` has all that does not change; `keep` are the tensors that it points to."""
+        self._kernel = kernel
+        self._arguments = arguments
+        self._keep = keep  # the kernel knows addresses only
+        self.out = out
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The last dimension of x must be contiguous."""
+        return self.into(torch.empty((x.shape[0], self.out), dtype=torch.bfloat16), x)
+
+    def into(self, y: Tensor, x: Tensor) -> Tensor:
+        """The product is written to y [R, out], contiguous, bfloat16 or float32; returns y."""
+        a = self._arguments
+        a.x, a.x_row_bytes = x.data_ptr(), x.stride(0) * 2
+        a.y, a.y_row_bytes = y.data_ptr(), self.out * y.element_size()
+        a.wide = int(y.dtype == torch.float32)
+        a.rows, a.ticket = x.shape[0], 0
+        threads = torch.get_num_threads()
+        if threads == 1:
+            self._kernel.run(ctypes.addressof(a))
+        else:
+            self._kernel.run_parallel(self._kernel.address, ctypes.addressof(a), threads, 0)
+        return y
+
+    def _call(self, x: int, x_row_bytes: int, y: int, row: Int64s) -> tuple[int, int]:
+        """Function and argument for a `Program`, with x and y at these addresses, contiguous.
+
+        `row` becomes the argument; before a run its ROWS must be set and its TICKET zeroed.
+        """
+        a = self._arguments
+        a.x, a.x_row_bytes, a.y, a.y_row_bytes, a.wide = x, x_row_bytes, y, self.out * 2, 0
+        row[:] = np.frombuffer(memoryview(a), np.int64)
+        return self._kernel.address, row.ctypes.data
 
 
 def compile_kernel(tile: Callable[[int], str], *declarations: str) -> Compiled:

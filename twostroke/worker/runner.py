@@ -29,6 +29,7 @@ from twostroke.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from twostroke.config import EngineConfig
 from twostroke.connector.base import KvConnectorWorker
 from twostroke.connector.layout import record_of
+from twostroke.errors import ConfigError
 from twostroke.kv.sizing import KvLayout
 from twostroke.kv_messages import KvEndpoint, KvReport
 from twostroke.messages import (
@@ -40,10 +41,11 @@ from twostroke.messages import (
     StepPlan,
     StepResult,
 )
+from twostroke.model import few_rows_quantised
 from twostroke.model.llama import DecoderModel
 from twostroke.model.parallel import ALONE, Group
 from twostroke.model.registry import load_model
-from twostroke.shape import ModelShape
+from twostroke.shape import ModelShape, num_parameters
 from twostroke.worker import handoff, pool
 from twostroke.worker.attention import make_attention
 from twostroke.worker.device import DTYPES, choose_device, choose_dtype, estimate_activations
@@ -60,6 +62,9 @@ Progress = Callable[[str, int, int], None]  # stage, done, total
 # Prompt log-probs need the LM head at every position; this bounds the logits held at once.
 PROMPT_LOGITS_BYTES = 64 << 20
 
+# Weights of few bits are kept in the model's type too, for steps of many tokens, unless that takes
+# more than this share of the free memory.
+MAX_WHOLE_SHARE = 0.25
 IDLE_WAIT_S = 0.005  # for a transfer, in a step without rows; a request that comes waits as long
 
 
@@ -87,7 +92,9 @@ class ModelRunner:
         pool.wanted_length(config, shape.max_position_embeddings)  # wrong: say so before loading
         # On a CPU all ranks share it: look before any of them has begun to load.
         free_bytes = group.minimum(pool.available_memory()) // group.size
-        self.model, weights_fact = self._load(config, checkpoint, dtype, progress)
+        self._check_quantization(config, dtype)
+        keep_whole = num_parameters(shape) * dtype.itemsize <= free_bytes * MAX_WHOLE_SHARE
+        self.model, weights_fact = self._load(config, checkpoint, dtype, progress, keep_whole)
         draft = self._load_draft(config, shape, dtype, progress)
         self._weight_bytes = self.model.weight_bytes + (draft.weight_bytes if draft else 0)
 
@@ -131,12 +138,31 @@ class ModelRunner:
         self.drafter = self._make_drafter(config, draft, draft_layout)
         self._warm_up(progress)
 
+    def _check_quantization(self, config: EngineConfig, dtype: torch.dtype) -> None:
+        """What is asked for by name must be possible; `auto` takes what is."""
+        if config.quantization not in ("int8", "int4"):
+            return
+        why = ""
+        if self.device.type != "cpu" or dtype != torch.bfloat16:
+            why = f"the model runs in {str(dtype).removeprefix('torch.')} on {self.device.type}"
+        elif self.group.size > 1:
+            why = f"--tensor-parallel-size is {self.group.size}"
+        elif not few_rows_quantised.works():
+            why = "this processor has no AVX512-BF16"
+        if why:
+            raise ConfigError(
+                f"--quantization is {config.quantization}, but {why}; "
+                "it needs bfloat16 on one rank of a CPU with AVX512-BF16",
+                hint="leave it out",
+            )
+
     def _load(
         self,
         config: EngineConfig,
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         progress: Progress | None,
+        keep_whole: bool,
     ) -> tuple[DecoderModel, Fact]:
         start_s = time.monotonic()
         model = load_model(
@@ -147,6 +173,7 @@ class ModelRunner:
             progress=progress,
             group=self.group,
             quantization=config.quantization,
+            keep_dequantised=keep_whole,
         )
         reason = f"loaded in {time.monotonic() - start_s:.1f} s"
         if self.group.size > 1:

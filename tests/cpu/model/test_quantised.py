@@ -22,7 +22,7 @@ from twostroke.model.registry import load_model
 from twostroke.testing.tiny_model import write_tiny_checkpoint
 
 needs_kernel = pytest.mark.skipif(
-    not few_rows_quantised._works(), reason="the processor has no AVX512-BF16"
+    not few_rows_quantised.works(), reason="the processor has no AVX512-BF16"
 )
 
 

@@ -10,7 +10,10 @@ import torch
 
 from tests.cpu.worker.driving import Driver, Request, small_config
 from twostroke.checkpoint import open_checkpoint
+from twostroke.errors import ConfigError
+from twostroke.model.few_rows_quantised import works
 from twostroke.testing.tiny_model import write_tiny_checkpoint
+from twostroke.worker import runner as runner_module
 from twostroke.worker.few_tokens import FewTokens, few_tokens
 from twostroke.worker.inputs import StepInputs
 from twostroke.worker.runner import ModelRunner
@@ -91,3 +94,23 @@ def test_what_has_no_kernels_runs_layer_by_layer(directory: Path, tmp_path: Path
     config = small_config(dtype="bfloat16")
     assert ModelRunner(config, open_checkpoint(tmp_path)).few_tokens is None
     assert FewTokens.max_tokens > 1
+
+
+def test_a_quantization_that_cannot_be_is_refused(directory: Path) -> None:
+    config = small_config(quantization="int4")
+    with pytest.raises(ConfigError, match="int4, but the model runs in float32 on cpu"):
+        ModelRunner(config, open_checkpoint(directory))
+
+
+def test_with_little_memory_weights_are_kept_in_few_bits_only(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not works():
+        pytest.skip("no kernel for few bits on this processor")
+    both = make_runner(directory, 1, quantization="int8")
+    monkeypatch.setattr(runner_module, "MAX_WHOLE_SHARE", 0.0)
+    few = make_runner(directory, 1, quantization="int8")
+    assert few.model.weight_bytes < both.model.weight_bytes
+    one, many = inputs_of([1, 1], 0), inputs_of([64, 40], 1)
+    assert torch.equal(both.forward(one).clone(), few.forward(one))
+    torch.testing.assert_close(both.forward(many), few.forward(many), atol=0.2, rtol=0.2)
