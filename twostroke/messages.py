@@ -333,7 +333,6 @@ class StepPlan(msgspec.Struct, kw_only=True):
     grown_blocks: Int32s = NO_TOKENS  # [sum(grown_counts)] the ids, seat by seat
     num_drafts: Int32s = NO_TOKENS  # [rows] or empty: trailing draft tokens to verify
     draft_token_ids: Int32s = NO_TOKENS  # flat; -1 = the worker fills it in
-    num_common_blocks: int = 0  # leading blocks that every row shares (cascade attention)
     kv: KvCommands | None = None  # the connector's scheduler half to its worker half
 
 

@@ -2,13 +2,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from twostroke.ledger import Boundary, RequestLedger
+from twostroke.log_lines import StatusLine, request_line
 from twostroke.messages import EngineReady, EngineStats
 from twostroke.metrics import (
     Histogram,
     Metrics,
     SampleRecord,
-    StatusLine,
-    request_line,
     token_buckets,
     total_stats,
 )

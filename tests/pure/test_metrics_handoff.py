@@ -5,8 +5,9 @@ import pytest
 from tests.pure.test_metrics import record, samples
 from twostroke.kv_messages import KvEndpoint, KvLayoutRecord, KvReceived
 from twostroke.ledger import Boundary, RequestLedger
+from twostroke.log_lines import StatusLine, request_line
 from twostroke.messages import EngineReady, EngineStats
-from twostroke.metrics import Metrics, SampleRecord, StatusLine, request_line
+from twostroke.metrics import Metrics, SampleRecord
 from twostroke.metrics_handoff import EngineRole, HandoffNumbers, load_ratio
 
 

@@ -30,6 +30,7 @@ from twostroke.client.tokenizer import Tokenizer
 from twostroke.clock import Clock, WallClock
 from twostroke.errors import EngineDeadError, QueueFullError, RequestError
 from twostroke.ledger import Boundary, LedgerWithTimes
+from twostroke.log_lines import StatusLine, request_line
 from twostroke.messages import (
     AddRequest,
     EngineDead,
@@ -41,7 +42,7 @@ from twostroke.messages import (
     SamplingParams,
     UtilityReply,
 )
-from twostroke.metrics import Metrics, SampleRecord, StatusLine, request_line
+from twostroke.metrics import Metrics, SampleRecord
 from twostroke.router.dispatch import Dispatcher, DispatchSettings, Role
 from twostroke.trace import Tracer
 from twostroke.transport import EngineChannel

@@ -11,11 +11,15 @@ Blocks are taken in the order of the single steps, and within a step in row orde
 free list and the prefix cache come out the same.
 """
 
+import copy
+from bisect import bisect_right
+
 import numpy as np
 
 from twostroke.core.state import EngineState
 from twostroke.core.step import Step
-from twostroke.messages import Int32s, Int64s
+from twostroke.kv.manager import KvManager
+from twostroke.messages import EngineStats, Int32s, Int64s
 
 
 def skippable_turns(state: EngineState) -> int:
@@ -172,3 +176,26 @@ def _register_blocks(state: EngineState, turns: int) -> None:
     tables = [state.request_at(slot).table for slot in slots.tolist()]
     state.kv.register_in_turns(tables, counts.tolist(), _boundaries(first, counts, size)[1])
     seats.register_at[slots] = (full // size + 1) * size
+
+
+class Outlook:
+    """An engine's stats in turns to come that only decode."""
+
+    def __init__(
+        self, stats: EngineStats, rows: int, prompt_tokens: int, growth: list[int], kv: KvManager
+    ) -> None:
+        self._stats = stats
+        self._prompt_tokens = prompt_tokens  # of requests that get their first token
+        self._rows = rows
+        self._growth = growth
+        self._kv = kv
+
+    def after(self, turns: int) -> EngineStats:
+        """What the engine will say of itself when so many are over, and nothing was added."""
+        stats = copy.copy(self._stats)
+        stats.kv_usage = self._kv.usage_with(bisect_right(self._growth, turns))
+        stats.num_steps += turns
+        stats.step_tokens += turns * self._rows
+        stats.generation_tokens += turns * self._rows
+        stats.prompt_tokens += self._prompt_tokens if turns else 0
+        return stats

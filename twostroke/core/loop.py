@@ -14,7 +14,6 @@ the last are known.
 """
 
 import copy
-from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ from twostroke.core.state import EngineState
 from twostroke.core.step import Step
 from twostroke.cost import StepWork
 from twostroke.errors import ConfigError
-from twostroke.kv.manager import IntegrityError, KvManager
+from twostroke.kv.manager import IntegrityError
 from twostroke.kv_messages import KvReceived, KvReport
 from twostroke.messages import (
     NO_TOKENS,
@@ -263,9 +262,6 @@ class EngineCore:
             within = np.arange(drafts.shape[1]) < step.num_drafts[:, None]
             plan.draft_token_ids = drafts[within]
         plan.new = [_new_request(admission.request) for admission in step.admitted]
-        if len(step.slots):
-            first = self.state.request_at(int(self.state.running[0]))
-            plan.num_common_blocks = self.state.kv.num_common_blocks(first.table)
         if self.state.connector is not None:
             plan.kv = self.state.connector.build_connector_meta()
         return plan
@@ -405,10 +401,12 @@ class EngineCore:
             stats.num_unknown_transfers = counts.num_unknown_transfers
         return copy.copy(stats)
 
-    def outlook(self, turns: int) -> "Outlook":
+    def outlook(self, turns: int) -> fast_forward.Outlook:
         """What `stats` will be within that many turns, at most `skippable_turns`."""
         state, growth = self.state, fast_forward.growth_turns(self.state, turns)
-        return Outlook(self.stats(), state.num_running, self._prompts_due(), growth, state.kv)
+        return fast_forward.Outlook(
+            self.stats(), state.num_running, self._prompts_due(), growth, state.kv
+        )
 
     def _prompts_due(self) -> int:
         """Prompt tokens of the requests of `first_tokens_due`."""
@@ -454,29 +452,6 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Recount blocks, seats and queues; IntegrityError when they do not balance."""
         self.state.check_integrity()
-
-
-class Outlook:
-    """An engine's stats in turns to come that only decode."""
-
-    def __init__(
-        self, stats: EngineStats, rows: int, prompt_tokens: int, growth: list[int], kv: KvManager
-    ) -> None:
-        self._stats = stats
-        self._prompt_tokens = prompt_tokens  # of requests that get their first token
-        self._rows = rows
-        self._growth = growth
-        self._kv = kv
-
-    def after(self, turns: int) -> EngineStats:
-        """What the engine will say of itself when so many are over, and nothing was added."""
-        stats = copy.copy(self._stats)
-        stats.kv_usage = self._kv.usage_with(bisect_right(self._growth, turns))
-        stats.num_steps += turns
-        stats.step_tokens += turns * self._rows
-        stats.generation_tokens += turns * self._rows
-        stats.prompt_tokens += self._prompt_tokens if turns else 0
-        return stats
 
 
 def _new_request(request: Request) -> NewRequest:

@@ -393,18 +393,6 @@ class KvManager:
 
     # ------------------------------------------------------------ checks
 
-    def num_common_blocks(self, table: BlockTable) -> int:
-        """Leading blocks of `table` that all requests with blocks share."""
-        if self._window is not None or not self.caching:
-            return 0
-        if self.num_owners == 1:
-            return len(table.blocks)
-        references = self.pool.references
-        for index, block in enumerate(table.blocks):
-            if references[block] != self.num_owners:
-                return index
-        return len(table.blocks)
-
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """Recount everything from the tables of all requests; IntegrityError on a difference."""
         held: Counter[int] = Counter()

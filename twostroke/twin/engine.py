@@ -17,7 +17,8 @@ import numpy as np
 
 from twostroke.arrays import Float64s, Int64s
 from twostroke.clock import VirtualClock
-from twostroke.core.loop import EngineCore, Outlook
+from twostroke.core.fast_forward import Outlook
+from twostroke.core.loop import EngineCore
 from twostroke.messages import (
     NO_TOKENS,
     AbortRequests,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from twostroke.config import SchedulerConfig
-from twostroke.kv.manager import BlockTable, IntegrityError, KvManager
+from twostroke.kv.manager import IntegrityError, KvManager
 
 TOKENS = np.arange(64, dtype=np.int32)
 
@@ -65,7 +65,6 @@ def test_caching_off():
     assert allocate(kv, table, 12)
     assert kv.lookup(new_table(kv), 12) == []
     assert table.num_registered is None
-    assert kv.num_common_blocks(table) == 0
 
 
 def test_the_whole_sequence_must_fit():
@@ -192,17 +191,6 @@ def test_reset_needs_an_unused_pool():
     assert kv.lookup(new_table(kv), 9) == []
 
 
-def test_common_blocks():
-    kv = make()
-    tables = [new_table(kv, np.r_[TOKENS[:8], TOKENS[40 + 4 * i : 44 + 4 * i]]) for i in range(3)]
-    for table in tables:
-        allocate(kv, table, 12, hits=kv.lookup(table, 12))
-    assert kv.num_common_blocks(tables[0]) == 2
-    allocate(kv, new_table(kv, domain="x"), 4)
-    assert kv.num_common_blocks(tables[0]) == 0
-    assert kv.num_common_blocks(BlockTable(tables[0].sums)) == 0
-
-
 def test_a_pool_of_nothing():
     assert make(num_blocks=1).usage == 0
 
@@ -220,7 +208,6 @@ def test_blocks_outside_the_window_are_released():
     # Token 16 sees 11 to 15: blocks 0 and 1 are out.
     assert table.blocks == [0, 0, held[2], held[3], 5]
     assert kv.window_boundary(table) == 17
-    assert kv.num_common_blocks(table) == 0
     kv.release_unseen(table, 20)
     assert table.blocks[:3] == [0, 0, 0]
     kv.check_integrity([table])
