@@ -72,7 +72,7 @@ def serve(flags: EngineFlags) -> None:
     """Serve a model over OpenAI's API. Without MODEL a small one that is fetched once."""
     settings, explained = flags.resolve()
 
-    from twostroke.proc.launch import serve as run_server
+    from twostroke.proc.start import serve as run_server
 
     raise typer.Exit(run_server(settings, explained))
 

@@ -33,9 +33,9 @@ def run(*texts: str, **options):
 def launched(monkeypatch):
     """What `serve` hands to the launcher; its exit code is 7."""
     calls = []
-    launch = types.ModuleType("twostroke.proc.launch")
+    launch = types.ModuleType("twostroke.proc.start")
     launch.serve = lambda settings, explained: calls.append((settings, explained)) or 7
-    monkeypatch.setitem(sys.modules, "twostroke.proc.launch", launch)
+    monkeypatch.setitem(sys.modules, "twostroke.proc.start", launch)
     return calls
 
 

@@ -9,6 +9,7 @@ run()  ▶ engine client starts its output tasks
 """
 
 import asyncio
+import gc
 import logging
 import math
 import signal
@@ -154,6 +155,8 @@ async def _run(
     watch = asyncio.create_task(
         _watch(engine, server, died, deployment, checkpoint, listener, bars)
     )
+    gc.freeze()  # all that was imported stays
+    gc.enable()
     await server.serve(sockets=[listener])
     watch.cancel()
     died.cancel()

@@ -57,6 +57,8 @@ from twostroke.messages import (
     UtilityCall,
     UtilityReply,
 )
+from twostroke.proc.deferred import import_torch
+from twostroke.proc.start import IMPORT_TORCH
 from twostroke.trace import Tracer
 from twostroke.transport import CoreSockets
 from twostroke.worker.executor import ProcessExecutor, Progress, ThreadExecutor
@@ -119,9 +121,9 @@ class CoreProcess:
             self.executor = executor
             self.loading = False
             self.outbox.put(ready)
-            # Start-up objects live for ever: keep the collector from walking them.
-            gc.collect()
+            # Start-up objects live for ever: keep the collector from walking them, now as well.
             gc.freeze()
+            gc.enable()
             self._loop()
             return 0
         except TwostrokeError as error:
@@ -408,7 +410,13 @@ def main() -> None:
     # API process decides what they mean; when it goes without a word, `_watch_parent` ends us.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=CoreLaunch)
+    gc.disable()  # until all is loaded, which would be walked again and again
+    if IMPORT_TORCH in sys.argv:
+        import_torch()
+    settings = sys.stdin.buffer.readline()
+    if not settings:
+        os._exit(4)  # the parent has ended before it knew what we are for
+    launch = msgspec.json.decode(settings, type=CoreLaunch)
     threading.Thread(target=_watch_parent, args=(launch.directory,), daemon=True).start()
     log.setup(launch.config.log_level)
     code = CoreProcess(launch).run()

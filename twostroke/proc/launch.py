@@ -8,18 +8,18 @@ A child gets its settings on standard input and treats the closing of that pipe 
 orphan survives whatever kills us; we notice the child's death by waiting for it.
 """
 
+import contextlib
 import errno
+import itertools
 import logging
-import os
 import resource
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,6 +33,7 @@ from twostroke.keys import read_key
 from twostroke.messages import Shutdown
 from twostroke.proc.bars import StageBars
 from twostroke.proc.ray_engines import RayEngines
+from twostroke.proc.start import start_core
 from twostroke.transport import ZmqEngineChannel
 
 logger = logging.getLogger("twostroke")
@@ -40,33 +41,22 @@ logger = logging.getLogger("twostroke")
 MAX_OPEN_FILES = 65_536
 EXIT_GRACE_S = 5.0  # from the end of draining to SIGKILL
 
-# A step forks and joins the model's threads hundreds of times. With libgomp's default a waiting
-# thread spins for milliseconds, and when anything else runs on the machine (this process, for one)
-# it spins away the time slice that the other thread needs. So it spins for some 20 us, then sleeps.
-# One-row steps of SmolLM2 on 2 cores, alone / beside a busy process: 22 / 27 ms with a spin count
-# of 200, 16 / 40 ms with 2,000, 17 / 135 ms with 20,000.
-#
-# oneDNN keeps the code that it compiled for each number of rows and each weight's shape: 1,024 of
-# them by default, of half a MiB each, and prompts come in all lengths. 128 cost 1 ms now and then.
-#
-# The user's settings win.
-CHILD_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
-
 
 class EngineProcess:
     """A running engine-core process and the channel to it."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint, engine: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        engine: int = 0,
+        process: "subprocess.Popen[bytes] | None" = None,
+    ) -> None:
+        """`process` is one that `start_core` has begun for these settings."""
         self.engine = engine
         self.directory = Path(tempfile.mkdtemp(prefix="twostroke-"))  # mode 0700
         self.channel = ZmqEngineChannel(self.directory, engine)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "twostroke.proc.core_main"],
-            stdin=subprocess.PIPE,
-            env=CHILD_ENVIRONMENT | os.environ,
-        )
-        if cores := cores_of(config, engine):
-            os.sched_setaffinity(self.process.pid, cores)
+        self.process = process or start_core(config, engine)
         settings = {
             "config": config,
             "checkpoint": str(checkpoint.path),
@@ -74,8 +64,8 @@ class EngineProcess:
             "engine": engine,
         }
         assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(settings) + b"\n")
-        self.process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, which `_watch` will tell
+            self.process.stdin.write(msgspec.json.encode(settings) + b"\n")
         self.died = threading.Event()
         self._on_death: list[Callable[[], object]] = []
         self._stop_by_s: float | None = None  # set once it was told to stop
@@ -127,29 +117,21 @@ class EngineProcess:
         return code
 
 
-def cores_of(config: EngineConfig, engine: int) -> set[int]:
-    """The CPU cores that an engine is kept to; empty: all that are given to us.
-
-    With --cpu-threads, each engine has so many for itself, as long as there are enough. Otherwise
-    they share all, and each runs its part of the threads.
-    """
-    count = config.cpu_threads
-    if not count or not hasattr(os, "sched_getaffinity"):
-        return set()
-    cores = sorted(os.sched_getaffinity(0))
-    if count * len(config.local_roles) > len(cores):
-        return set()
-    return set(cores[engine * count : (engine + 1) * count])
-
-
 class EngineGroup:
     """The engine processes of one server, one for each of `EngineConfig.local_roles`."""
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        begun: "Iterable[subprocess.Popen[bytes] | None]" = (),
+    ) -> None:
+        """`begun` are processes that `start_core` has begun for these settings, in order."""
         self.processes: list[EngineProcess] = []
         try:
-            for engine in range(len(config.local_roles)):
-                self.processes.append(EngineProcess(config, checkpoint, engine))
+            engines = range(len(config.local_roles))
+            for engine, process in itertools.zip_longest(engines, begun):
+                self.processes.append(EngineProcess(config, checkpoint, engine, process))
         except BaseException:
             self.stop()
             raise
@@ -175,16 +157,25 @@ class EngineGroup:
         return next((code for code in codes if code > 0), 0)
 
 
-def start_engines(config: EngineConfig, checkpoint: Checkpoint) -> EngineGroup:
+def start_engines(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    begun: "Iterable[subprocess.Popen[bytes]]" = (),
+) -> EngineGroup:
     """Start the engines; they load in the background and report through their channels."""
-    return EngineGroup(checkpoints.with_local_draft(config), checkpoint)
+    return EngineGroup(checkpoints.with_local_draft(config), checkpoint, begun)
 
 
-def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:
+def serve(
+    config: EngineConfig,
+    explained: Sequence[Explained],
+    begun: "Iterable[subprocess.Popen[bytes]]" = (),
+) -> int:
     """Serve a model over HTTP until told to stop; returns the exit code of `twostroke serve`.
 
     What can fail early does: the port is bound and the model found before anything is loaded. Then
-    each engine loads in its own process while this one imports its HTTP side.
+    each engine loads in its own process while this one imports its HTTP side. `begun`: see
+    `EngineGroup`; they are the caller's when this raises.
     """
     log.setup(config.log_level)
     if config.join:
@@ -199,7 +190,7 @@ def serve(config: EngineConfig, explained: Sequence[Explained]) -> int:
         if config.trace:
             _begin_trace(config.trace)
         cluster = RayEngines(config) if config.ray else None
-        engines = start_engines(config, checkpoint)
+        engines = start_engines(config, checkpoint, begun)
     except BaseException:
         listener.close()
         raise

@@ -6,6 +6,7 @@ keeps it open: when it closes, the engine core is gone or done with us.
 """
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ from twostroke.messages import (
     encode,
 )
 from twostroke.model.parallel import ALONE, Group
+from twostroke.proc.deferred import import_torch
 from twostroke.shm_queue import ShmReader, ShmRing, ShmWriter
 from twostroke.worker.executor import EXIT_CODES, WorkerLaunch
 
@@ -62,6 +64,8 @@ def serve(launch: WorkerLaunch, plans: ShmReader, results: ShmWriter) -> int:
             kv=runner.endpoint,
         )
         results.put(encode(ready))
+        gc.freeze()
+        gc.enable()
         decoder = decoder_for(StepPlan)
         while True:
             result = runner.run(decoder.decode(plans.get()))
@@ -102,6 +106,8 @@ def main() -> None:
     # These reach the whole process group; the API process decides what they mean.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    gc.disable()  # until all is loaded, which would be walked again and again
+    import_torch()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerLaunch)
     threading.Thread(target=_watch_parent, daemon=True).start()
     log.setup(launch.config.log_level)

@@ -3,7 +3,8 @@ import pytest
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.proc import launch
-from twostroke.proc.launch import cores_of, startup_block
+from twostroke.proc.launch import startup_block
+from twostroke.proc.start import cores_of
 
 
 @pytest.mark.parametrize(
