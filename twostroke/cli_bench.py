@@ -72,7 +72,7 @@ def bench_step(flags: EngineFlags, options: StepOptions, json: Json = False) -> 
     settings, _ = flags.resolve()
     from twostroke import checkpoint
     from twostroke.bench import report, step_report
-    from twostroke.proc.launch import CHILD_ENVIRONMENT
+    from twostroke.proc.start import CHILD_ENVIRONMENT
 
     os.environ |= CHILD_ENVIRONMENT | os.environ  # before torch is imported
     from twostroke.proc.step_timing import StepTimer

@@ -41,11 +41,18 @@ TORCH_MODULES = (
 )
 
 
+# numba looks whether scipy is there for the matrix products of a kernel. Ours have none.
+HIDDEN_MODULE = "scipy.linalg"
+
+
 def import_torch() -> None:
     """`import torch`, without what is not needed of it. Call it before anybody else imports it.
 
+    What numba, whose turn is next, imports needlessly is not there for it.
+
     An installation that cannot be imported is left to those who need it: they say so.
     """
+    sys.meta_path.insert(0, _Absent())
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return
@@ -81,6 +88,12 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+class _Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == HIDDEN_MODULE:
+            raise ModuleNotFoundError(f"{name} is kept from being imported", name=name)
+
+
 class _Later(importlib.abc.Loader):
     """Runs a module's code when somebody misses a name in it."""
 
@@ -91,7 +104,7 @@ class _Later(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         def miss(name: str) -> Any:
-            if name.startswith("__") or name == "_":  # inspect asks all modules for such
+            if name.startswith("__"):  # inspect asks all modules for such
                 raise AttributeError(name)
             with self._lock:
                 if not self._begun:
