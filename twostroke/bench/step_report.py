@@ -14,7 +14,7 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of work over all layers of a step, measured alone."""
+    """One kind of work over all layers of a step, measured within it."""
 
     name: str
     calls: int

@@ -7,6 +7,8 @@ address, and run on torch's threads.
 import hashlib
 import logging
 import os
+import platform
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +17,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from twostroke.config import cache_dir
@@ -101,6 +104,11 @@ def halves(address: int, count: int) -> Any:
 
 
 @inner
+def int8s(address: int, count: int) -> Any:
+    return numba.carray(pointer(address), (count,), np.int8)
+
+
+@inner
 def words(address: int, count: int) -> Any:
     return numba.carray(pointer(address), (count,), np.int32)
 
@@ -111,14 +119,57 @@ def numbers(address: int, count: int) -> Any:
 
 
 @_intrinsic
-def take_ticket(_context: Any, counter: types.Type) -> Any:
-    """Add 1 to the int64 at this address, atomically; returns its former value."""
+def add_atomically(_context: Any, counter: types.Type, value: types.Type) -> Any:
+    """Add to the int64 at this address; returns its former value. Orders memory both ways."""
 
     def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         where = builder.inttoptr(values[0], values[0].type.as_pointer())
-        return builder.atomic_rmw("add", where, ir.Constant(values[0].type, 1), "monotonic")
+        return builder.atomic_rmw("add", where, values[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@inner
+def take_ticket(counter: int) -> Any:
+    """Add 1 to the int64 at this address, atomically; returns its former value."""
+    return add_atomically(counter, 1)
+
+
+@_intrinsic
+def load_atomically(_context: Any, address: types.Type) -> Any:
+    """The int64 at this address; what comes after is read after it."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        where = builder.inttoptr(values[0], values[0].type.as_pointer())
+        return builder.load_atomic(where, "acquire", 8)
 
     return types.int64(types.int64), generate
+
+
+@_intrinsic
+def store_atomically(_context: Any, address: types.Type, value: types.Type) -> Any:
+    """Write the int64 at this address; what comes before is written before it."""
+
+    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        where = builder.inttoptr(values[0], values[0].type.as_pointer())
+        builder.store_atomic(values[1], where, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@_intrinsic
+def pause(_context: Any) -> Any:
+    """Say that this thread only waits, where the processor has a word for it."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
+        if platform.machine() in ("x86_64", "AMD64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            name = "llvm.x86.sse2.pause"
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 # ---------------------------------------------------------------- C functions by address
@@ -156,6 +207,23 @@ def call_for_int(_context: Any, function: types.Type) -> Any:
         kind = ir.FunctionType(_I32, [])
         result = builder.call(builder.inttoptr(values[0], kind.as_pointer()), [])
         return builder.sext(result, ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
+@_intrinsic
+def clock_ns(_context: Any, clock_gettime: types.Type) -> Any:
+    """Nanoseconds of the monotonic clock, by libc's function at this address."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        i64 = values[0].type
+        kind = ir.FunctionType(_I32, [_I32, i64.as_pointer()])
+        time_at = cgutils.alloca_once(builder, i64, 2)
+        which = ir.Constant(_I32, time.CLOCK_MONOTONIC)
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), [which, time_at])
+        seconds = builder.load(time_at)
+        rest = builder.load(builder.gep(time_at, [ir.Constant(_I32, 1)]))
+        return builder.add(builder.mul(seconds, ir.Constant(i64, 10**9)), rest)
 
     return types.int64(types.int64), generate
 

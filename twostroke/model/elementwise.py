@@ -15,6 +15,8 @@ from torch import Tensor
 
 from twostroke.model.openmp import load_openmp
 
+LEVELS_BYTES = 72  # of a group of 32 values as integers: see `few_rows_quantised`
+
 
 class Elementwise(Protocol):
     """Shapes: T tokens, N the hidden size, W the width of the MLP, D the head size."""
@@ -89,7 +91,9 @@ class Kernels:
         self.add_norm = compiled.address("add_norm")
         self.rotate = compiled.address("rotate")
         self.silu_multiply = compiled.address("silu_multiply")
-        self.group_sums = compiled.address("group_sums")
+        self.levels = compiled.address("levels")
+        self.norm_levels = compiled.address("norm_levels")
+        self.silu_levels = compiled.address("silu_levels")
         self._openmp = load_openmp()
         self.thread_num = 0
         if self._openmp is not None:

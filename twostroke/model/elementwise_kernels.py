@@ -24,12 +24,13 @@ from twostroke.model.compiled import (
     from_bf16,
     halves,
     inner,
+    int8s,
     to_bf16,
     use_kernel_cache,
     words,
 )
 
-GROUP = 32  # see `quantised`
+GROUP, LEVELS_BYTES = 32, 72  # see `quantised` and `few_rows_quantised`
 _LANES = 32  # partial sums, added up in a fixed order
 _LOG2_E = np.float32(1.4426950408889634)
 # 2**x on [-0.5, 0.5], lowest power first: least relative error in float32 at degree 5 with 2**0
@@ -37,7 +38,10 @@ _LOG2_E = np.float32(1.4426950408889634)
 _P1, _P2, _P3 = np.float32(0.693146978), np.float32(0.240222421), np.float32(0.0555073377)
 _P4, _P5 = np.float32(0.00967151277), np.float32(0.00132647151)
 _MAGIC = np.float32(12582912.0)  # adding 1.5 * 2**23 rounds to an integer, in the low bits
+_MAGIC_BITS = np.int32(0x4B400000)
 _ONE = np.float32(1.0)
+_TOP_LEVEL = np.float32(127 * 128)  # so that the upper level stays within 8 bits
+_SMALLEST = np.float32(1e-30)  # whose inverse, times _TOP_LEVEL, is still a number
 _HALF, _UPPER = np.int32(16), np.int32(-65536)  # a pair of bfloat16: shift and mask of the second
 
 
@@ -52,25 +56,78 @@ def exp(x: float) -> Any:
 
 
 @inner
-def _scale_of(sums: Any, count: int, eps: float) -> Any:
-    """1 / sqrt(mean of squares + eps); `sums` are partial."""
+def _inverse_norm(values: Any, sums: Any, width: int, eps: float) -> Any:
+    """1 / sqrt(mean of squares + eps); `sums` is scratch of _LANES values."""
+    sums[:] = np.float32(0.0)
+    whole = width // _LANES * _LANES
+    for start in range(0, whole, _LANES):
+        for lane in range(_LANES):
+            value = values[start + lane]
+            sums[lane] += value * value
+    for i in range(whole, width):
+        sums[0] += values[i] * values[i]
     total = np.float32(0.0)
     for i in range(_LANES):
         total += sums[i]
-    return _ONE / np.sqrt(total / np.float32(count) + np.float32(eps))
+    return _ONE / np.sqrt(total / np.float32(width) + np.float32(eps))
 
 
 @inner
-def group_sums_rows(x: int, sums: int, first: int, last: int, groups: int) -> None:
-    """Sums of each GROUP values of x, bfloat16 [rows, groups * GROUP]; float32 [rows, groups]."""
+def levels_rows(x: int, out: int, first: int, last: int, groups: int) -> None:
+    """x, float32 [rows, groups * GROUP], as integers of two levels: see `few_rows_quantised`.
+
+    The largest of a group is found among the bits, whose order is that of positive numbers: it
+    takes NaN and infinity for the largest, so that the group's scale, and all results, show them.
+    """
     for row in range(first, last):
-        values = halves(x + row * groups * GROUP * 2, groups * GROUP)
-        out = floats(sums + row * groups * 4, groups)
+        here = x + row * groups * GROUP * 4
+        values, bits = floats(here, groups * GROUP), words(here, groups * GROUP)
         for group in range(groups):
-            total = np.float32(0.0)
+            largest = np.int32(0)
             for i in range(group * GROUP, (group + 1) * GROUP):
-                total += from_bf16(values[i])
-            out[group] = total
+                largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
+            top = float_of(largest)
+            scale = np.float32(0.0)
+            if top > _SMALLEST:
+                scale = _TOP_LEVEL / top
+            at = out + (row * groups + group) * LEVELS_BYTES
+            high, low = int8s(at, GROUP), int8s(at + GROUP, GROUP)
+            total = np.int32(0)
+            for i in range(GROUP):
+                level = bits_of(values[group * GROUP + i] * scale + _MAGIC) - _MAGIC_BITS
+                upper = (level + np.int32(64)) >> np.int32(7)
+                high[i] = np.int8(upper)
+                low[i] = np.int8(level - (upper << np.int32(7)))
+                total += level
+            floats(at + 2 * GROUP, 1)[0] = top / _TOP_LEVEL
+            words(at + 2 * GROUP + 4, 1)[0] = total
+
+
+@inner
+def norm_levels_rows(
+    h: int, weight: int, x: int, out: int, first: int, last: int, width: int, eps: float
+) -> None:
+    """x = RMS norm of h times weight, all float32 of `width` values a row; and x's levels."""
+    w = floats(weight, width)
+    sums = np.empty(_LANES, np.float32)
+    for row in range(first, last):
+        hs, xs = floats(h + row * width * 4, width), floats(x + row * width * 4, width)
+        scale = _inverse_norm(hs, sums, width, eps)
+        for i in range(width):
+            xs[i] = hs[i] * scale * w[i]
+    levels_rows(x, out, first, last, width // GROUP)
+
+
+@inner
+def silu_levels_rows(gate_up: int, x: int, out: int, first: int, last: int, width: int) -> None:
+    """x = SiLU(gate) * up, float32, gate_up [rows, 2 * width], x [rows, width]; and its levels."""
+    for row in range(first, last):
+        gate = floats(gate_up + row * width * 8, width)
+        up = floats(gate_up + row * width * 8 + width * 4, width)
+        target = floats(x + row * width * 4, width)
+        for i in range(width):
+            target[i] = gate[i] / (_ONE + exp(-gate[i])) * up[i]
+    levels_rows(x, out, first, last, width // GROUP)
 
 
 @inner
@@ -83,21 +140,13 @@ def add_norm_rows(
     """
     w = floats(weight, width)
     sums = np.empty(_LANES, np.float32)
-    whole = width // _LANES * _LANES
     for row in range(first, last):
         hs, xs = floats(h + row * width * 4, width), halves(x + row * width * 2, width)
         if y:
             ys = halves(y + row * width * 2, width)
             for i in range(width):
                 hs[i] += from_bf16(ys[i])
-        sums[:] = np.float32(0.0)
-        for start in range(0, whole, _LANES):
-            for lane in range(_LANES):
-                value = hs[start + lane]
-                sums[lane] += value * value
-        for i in range(whole, width):
-            sums[0] += hs[i] * hs[i]
-        scale = _scale_of(sums, width, eps)
+        scale = _inverse_norm(hs, sums, width, eps)
         for i in range(width):
             xs[i] = to_bf16(hs[i] * scale * w[i])
 
@@ -156,7 +205,7 @@ def silu_multiply_rows(gate_up: int, out: int, first: int, last: int, width: int
 
 # ---------------------------------------------------------------- C functions
 # `void kernel(int64 *arguments)`: rows, threads, address of omp_get_thread_num (0: one thread),
-# then what is unpacked below. Where the last is not 0, the result's group sums go there.
+# then what is unpacked below.
 
 NUM_ARGUMENTS = 10
 
@@ -172,8 +221,6 @@ def _add_norm(arguments: Any) -> None:
     a = numba.carray(arguments, NUM_ARGUMENTS)
     first, last = _share(a)
     add_norm_rows(a[3], a[4], a[5], a[6], first, last, a[7], float_of(np.int32(a[8])))
-    if a[9]:
-        group_sums_rows(a[6], a[9], first, last, a[7] // GROUP)
 
 
 def _rotate(arguments: Any) -> None:
@@ -187,21 +234,40 @@ def _silu_multiply(arguments: Any) -> None:
     a = numba.carray(arguments, NUM_ARGUMENTS)
     first, last = _share(a)
     silu_multiply_rows(a[3], a[4], first, last, a[5])
-    if a[6]:
-        group_sums_rows(a[4], a[6], first, last, a[5] // GROUP)
 
 
-def _group_sums(arguments: Any) -> None:
+def _levels(arguments: Any) -> None:
     a = numba.carray(arguments, NUM_ARGUMENTS)
     first, last = _share(a)
-    group_sums_rows(a[3], a[4], first, last, a[5])
+    width, source = a[5] * GROUP, a[3]
+    if a[6]:  # x is bfloat16, and becomes float32 there
+        source = a[6]
+        values, wide = halves(a[3], a[0] * width), floats(source, a[0] * width)
+        for i in range(first * width, last * width):
+            wide[i] = from_bf16(values[i])
+    levels_rows(source, a[4], first, last, a[5])
+
+
+def _norm_levels(arguments: Any) -> None:
+    a = numba.carray(arguments, NUM_ARGUMENTS)
+    first, last = _share(a)
+    eps = float_of(np.int32(a[8]))
+    norm_levels_rows(a[3], a[4], a[5], a[6], first, last, a[7], eps)
+
+
+def _silu_levels(arguments: Any) -> None:
+    a = numba.carray(arguments, NUM_ARGUMENTS)
+    first, last = _share(a)
+    silu_levels_rows(a[3], a[4], a[5], first, last, a[6])
 
 
 _FUNCTIONS = {
     "add_norm": _add_norm,
     "rotate": _rotate,
     "silu_multiply": _silu_multiply,
-    "group_sums": _group_sums,
+    "levels": _levels,
+    "norm_levels": _norm_levels,
+    "silu_levels": _silu_levels,
 }
 _CACHE = use_kernel_cache(__file__, compiled.__file__)
 

@@ -22,21 +22,24 @@ from torch import Tensor
 
 from twostroke.arrays import Int64s
 from twostroke.model.tile_ir import (
+    MAX_TILE_ROWS,
     OUTPUTS,
+    PREFETCH,
     VECTORS,
     Arguments,
     Compiled,
     TileProduct,
     add_to,
-    broadcast_pair,
+    broadcast,
     cells_of,
     compile_kernel,
     head_of,
+    prefetch,
+    row_pointer,
     tail_of,
 )
 
 MAX_ROWS = 64  # above, oneDNN is as fast
-_PREFETCH_BYTES = 4096
 _CHUNKS = (1024, 512)  # inputs that oneDNN has been seen to sum up before adding them to the rest
 
 
@@ -58,9 +61,9 @@ class FewRows(TileProduct):
         )
         super().__init__(_compiled(), arguments, out, (packed, bias))
 
-    def call(self, x: int, y: int, row: Int64s) -> tuple[int, int]:
+    def call(self, x: int, y: int, row: Int64s, result: int) -> tuple[int, int]:
         """For a `Program`; see `TileProduct._call`."""
-        return self._call(x, self._arguments.first * 4, y, row)
+        return self._call(x, self._arguments.first * 4, y, row, result)
 
 
 def few_rows(packed: Tensor, bias: Tensor | None) -> FewRows | None:
@@ -117,7 +120,12 @@ def _chunk_inputs(width: int) -> int | None:
 @functools.cache
 def _compiled() -> Compiled:
     """Raises one of the errors that `_works` names where there is no kernel."""
-    return compile_kernel(_tile)
+    return compile_kernel(_tile, MAX_TILE_ROWS, "avx512bf16", PREFETCH, _DECLARATION)
+
+
+_DECLARATION = """
+declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
+"""
 
 
 def _tile(rows: int) -> str:
@@ -125,6 +133,7 @@ def _tile(rows: int) -> str:
     cells = cells_of(rows)
     lines = [
         *head_of(rows),
+        *(line for r in range(rows) for line in row_pointer(f"x_of{r}", "x", "x_row_bytes", r)),
         "br label %sum_chunk",
         "sum_chunk:",
         "%begin = phi i64 [ 0, %entry ], [ %end, %add_chunk ]",
@@ -141,7 +150,11 @@ def _tile(rows: int) -> str:
         *_load_weights(),
     ]
     for r in range(rows):
-        lines += broadcast_pair(f"x{r}", r, "%pair")
+        lines += [
+            f"%pair_p{r} = getelementptr i32, ptr %x_of{r}, i64 %pair",
+            *broadcast(f"both{r}", f"pair_p{r}"),
+            f"%x{r} = bitcast <16 x i32> %both{r} to <32 x bfloat>",
+        ]
         lines += [
             f"%new{r}_{v} = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512("
             f"<16 x float> %acc{r}_{v}, <32 x bfloat> %x{r}, <32 x bfloat> %weight{v})"
@@ -170,7 +183,6 @@ def _load_weights() -> list[str]:
         lines += [
             f"%weight_p{v} = getelementptr i8, ptr %weight_p, i64 {64 * v}",
             f"%weight{v} = load <32 x bfloat>, ptr %weight_p{v}, align 2",
-            f"%ahead{v} = getelementptr i8, ptr %weight_p, i64 {64 * v + _PREFETCH_BYTES}",
-            f"call void @llvm.prefetch.p0(ptr %ahead{v}, i32 0, i32 3, i32 1)",
+            *prefetch(f"ahead{v}", "weight_p", 64 * v),
         ]
     return lines

@@ -1,21 +1,33 @@
 """Products of few rows with a weight of 4 or 8 bits, read as it is: a decode step's linear layers.
 
-What a weight of few bits saves is the way from memory, so it is never written out in full: the
-kernel turns 4 bits into bfloat16 by a table in a register (one instruction for 32 weights), and
-multiplies as `few_rows` does. Integers up to 256 are exact in bfloat16: the dequantised weight in
-bfloat16 is rounded, this one is not.
+What a weight of few bits saves is the way from memory, so the arithmetic must keep up with that:
+per 64 bytes of the weight 7 instructions for a row (4 bits) or 2 (8 bits). Numbers of 4 bits become
+bytes by a mask, and are multiplied as bytes (vpdpbusd: 64 products with x, added by fours). For
+that x is rounded to integers too, group by group, of 15 bits in two levels of 8:
+
+    x[i] = scale_x[g] * (128 * high[i] + low[i])      exact to 1 / 32,512 of the group's largest
+
+bfloat16, which x is elsewhere, has 8 bits; so nothing is lost that was there. Sums over a group are
+exact integers; the dequantised weight in bfloat16 is rounded, this one is not.
 
 Inputs come in groups of 32 that share a scale, and in some formats a minimum, for each output:
 
-    y[o] = sum over groups g of  scale[o, g] * sum of q[o, i] * x[i]  +  minimum[o, g] * sum of x[i]
+    y[o] = sum over groups g of  scale_x[g] * (scale[o, g] * sum of q[o, i] * n[i]
+                                               + minimum[o, g] * sum of n[i])
+    with n[i] = 128 * high[i] + low[i]
 
-An 8-bit weight is two planes of 4 bits, its upper and its lower half, each with a table of its own.
+The instruction wants one side without sign: 8-bit weights are kept as q + 128, and the sum over the
+group begins at -128 * sum of n[i]; where minima are all -8 times the scale (Q4_0), at -8 times it.
+
 64 outputs lie together as a block, in it each group of 32 inputs:
 
-    plane 0 | plane 1 | scale [64] | minimum [64]       float16; plane 1 and minimum if there are
+    values | scale [64] | minimum [64]       float16; minimum if there are
 
-    plane: [32 / 8 inputs][64 / 16 outputs][16 outputs][2] words of 16 bits; word p of an output
-    holds its inputs p, p + 2, p + 4 and p + 6 of these 8, from its lowest bits on
+    values, 4 bits: [32 / 8 inputs][64 outputs][4 bytes]; byte k of an output holds its inputs k
+                    and, in the upper half, k + 4 of these 8
+            8 bits: [32 / 4 inputs][64 outputs][4 bytes]
+
+and a row of x ("levels"): [groups][high 32 x int8 | low 32 x int8 | scale float32 | sum of n int32]
 """
 
 import functools
@@ -24,45 +36,43 @@ import torch
 from torch import Tensor
 
 from twostroke.arrays import Int64s
-from twostroke.model.elementwise import kernels
+from twostroke.model.elementwise import LEVELS_BYTES, kernels
 from twostroke.model.quantised import GROUP, QuantisedWeight
 from twostroke.model.tile_ir import (
     OUTPUTS,
+    PREFETCH,
     VECTORS,
     Arguments,
     Compiled,
     TileProduct,
-    broadcast_pair,
+    broadcast,
     cells_of,
     compile_kernel,
     head_of,
+    prefetch,
+    row_pointer,
     tail_of,
 )
 
 # Above, turning 4 bits into numbers takes longer than reading 16: see benchmarks/linear.py.
 MAX_QUANTISED_ROWS = 4
-_EIGHTS = GROUP // 8
-_PLANE_BYTES = OUTPUTS * GROUP // 2
+_MAX_TILE_ROWS = 3  # x 4 vectors x 2 levels are accumulated in 24 of 32 registers
 _NUMBER_BYTES = OUTPUTS * 2  # a float16 for each output
-_PREFETCH_BYTES = 4096
-
-# What 4 bits stand for, as the bits of bfloat16.
-_LOW: list[int] = torch.arange(16).bfloat16().view(torch.int16).tolist()
-_HIGH: list[int] = (
-    torch.tensor([16 * i for i in (*range(8), *range(-8, 0))]).bfloat16().view(torch.int16).tolist()
-)
 
 
 class QuantisedRows(TileProduct):
-    """Any number of rows, with a weight of few bits. x must be contiguous."""
+    """Any number of rows, with a weight of few bits."""
 
-    __slots__ = ("nbytes", "needs_sums", "num_groups")
+    __slots__ = ("nbytes", "num_groups")
 
     def __init__(self, weight: QuantisedWeight, bias: Tensor | None) -> None:
         """See `can_multiply` for the conditions; `bias` is bfloat16 [out]."""
         out, width = weight.values.shape
         self.num_groups = width // GROUP
-        self.needs_sums = weight.minima is not None  # needs the sums of x over groups
+        offset = 128 if weight.bits == 8 else 0
+        if weight.minima is not None and torch.equal(weight.minima, weight.scales * -8):
+            weight = QuantisedWeight(weight.bits, weight.values, weight.scales, None)
+            offset += 8
         packed = _pack(weight)
         self.nbytes = packed.nbytes
         arguments = Arguments(
@@ -70,30 +80,28 @@ class QuantisedRows(TileProduct):
             block_bytes=packed.nbytes // (out // OUTPUTS),
             bias=0 if bias is None else bias.data_ptr(),
             first=self.num_groups,
+            second=offset,
             blocks=out // OUTPUTS,
         )
-        kernel = _compiled(weight.bits // 4, self.needs_sums)
+        kernel = _compiled(weight.bits, weight.minima is not None)
         super().__init__(kernel, arguments, out, (packed, bias))
 
-    def call(self, x: int, sums: int, y: int, row: Int64s) -> tuple[int, int]:
-        """For a `Program`; see `TileProduct._call`. `sums` as in `group_sums`."""
-        self._arguments.second = sums
-        return self._call(x, self.num_groups * GROUP * 2, y, row)
+    def call(self, levels: int, y: int, row: Int64s, result: int) -> tuple[int, int]:
+        """For a `Program`; see `TileProduct._call`. `levels` are those of x."""
+        return self._call(levels, self.num_groups * LEVELS_BYTES, y, row, result)
 
     def into(self, y: Tensor, x: Tensor) -> Tensor:
-        sums = group_sums(x) if self.needs_sums else x
-        self._arguments.second = sums.data_ptr()
-        return super().into(y, x)
+        return super().into(y, levels_of(x))
 
 
-def group_sums(x: Tensor) -> Tensor:
-    """Sums of x [R, in] over its groups: float32 [R, in / GROUP]."""
-    groups = x.shape[1] // GROUP
+def levels_of(x: Tensor) -> Tensor:
+    """x [R, in] of any type as the kernels take it: uint8 [R, in / GROUP * LEVELS_BYTES]."""
+    wide, groups = x.float().contiguous(), x.shape[1] // GROUP
     kernel = kernels()
     assert kernel is not None
-    sums = torch.empty((len(x), groups), dtype=torch.float32)
-    kernel.run(kernel.group_sums, len(x), x.data_ptr(), sums.data_ptr(), groups)
-    return sums
+    levels = torch.empty((len(x), groups * LEVELS_BYTES), dtype=torch.uint8)
+    kernel.run(kernel.levels, len(x), wide.data_ptr(), levels.data_ptr(), groups)
+    return levels
 
 
 def can_multiply(out: int, width: int) -> bool:
@@ -107,7 +115,7 @@ def works() -> bool:
     if kernels() is None:
         return False
     try:
-        _compiled(1, True)
+        _compiled(4, True)
     except (ImportError, AttributeError, OSError, RuntimeError):
         return False
     return True
@@ -115,18 +123,18 @@ def works() -> bool:
 
 def _pack(weight: QuantisedWeight) -> Tensor:
     """The layout that the module's text describes: uint8 [out / 64, groups, bytes of a group]."""
-    from twostroke.model.pack_quantised import pack_numbers, pack_planes  # here: imports numba
+    from twostroke.model.pack_quantised import pack_numbers, pack_values  # here: imports numba
 
     num_rows, num_groups = weight.scales.shape
-    planes_bytes = weight.bits // 4 * _PLANE_BYTES
+    values_bytes = OUTPUTS * GROUP * weight.bits // 8
     numbers = [weight.scales] if weight.minima is None else [weight.scales, weight.minima]
-    group_bytes = planes_bytes + len(numbers) * _NUMBER_BYTES
+    group_bytes = values_bytes + len(numbers) * _NUMBER_BYTES
     packed = torch.empty((num_rows // OUTPUTS, num_groups, group_bytes), dtype=torch.uint8)
     values = weight.values.view(torch.uint8).contiguous()
-    pack_planes(values.numpy(), weight.bits, num_groups, packed.numpy())
+    pack_values(values.numpy(), weight.bits, num_groups, packed.numpy())
     for i, number in enumerate(numbers):
         halves = number.contiguous().view(torch.uint8).view(num_rows, num_groups, 2)
-        pack_numbers(halves.numpy(), planes_bytes + i * _NUMBER_BYTES, packed.numpy())
+        pack_numbers(halves.numpy(), values_bytes + i * _NUMBER_BYTES, packed.numpy())
     return packed
 
 
@@ -134,115 +142,128 @@ def _pack(weight: QuantisedWeight) -> Tensor:
 
 
 @functools.cache
-def _compiled(num_planes: int, has_minima: bool) -> Compiled:
+def _compiled(bits: int, has_minima: bool) -> Compiled:
     """Raises one of the errors that `_works` names where there is no kernel."""
-    return compile_kernel(lambda rows: _tile(rows, num_planes, has_minima), _DECLARATIONS)
+    return compile_kernel(
+        lambda rows: _tile(rows, bits, has_minima),
+        _MAX_TILE_ROWS,
+        "avx512vnni",
+        PREFETCH,
+        _DECLARATION,
+    )
 
 
-_DECLARATIONS = """
-declare <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16>, <32 x i16>)
+_DECLARATION = """
+declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <16 x i32>, <16 x i32>)
 """
 
 
-def _tile(rows: int, num_planes: int, has_minima: bool) -> str:
-    """`rows` rows of x times one block of `first` groups; `second` is the address of x's sums."""
+def _tile(rows: int, bits: int, has_minima: bool) -> str:
+    """`rows` rows of levels times one block of `first` groups; values are `second` too large."""
     cells = cells_of(rows)
-    tables = [_LOW] if num_planes == 1 else [_HIGH, _LOW]
-    group_bytes = num_planes * _PLANE_BYTES + (1 + has_minima) * _NUMBER_BYTES
+    group_bytes = OUTPUTS * GROUP * bits // 8 + (1 + has_minima) * _NUMBER_BYTES
     lines = [
         *head_of(rows),
-        "%sums_row = mul i64 %row, %first",
-        "%sums_offset = shl i64 %sums_row, 2",
-        "%sums_at = add i64 %second, %sums_offset",
+        *(line for r in range(rows) for line in row_pointer(f"x_of{r}", "x", "x_row_bytes", r)),
+        "%weight_p = inttoptr i64 %weight to ptr",
+        "%offset = trunc i64 %second to i32",
+        "%offset_one = insertelement <16 x i32> poison, i32 %offset, i32 0",
+        "%offset_all = shufflevector <16 x i32> %offset_one, <16 x i32> poison, "
+        "<16 x i32> zeroinitializer",
         "br label %sum",
         "sum:",
         "%group = phi i64 [ 0, %entry ], [ %group1, %sum ]",
+        *(
+            f"%before{r}_{v} = phi <16 x float> [ zeroinitializer, %entry ], "
+            f"[ %after{r}_{v}, %sum ]"
+            for r, v in cells
+        ),
         f"%group_offset = mul i64 %group, {group_bytes}",
-        "%group_at = add i64 %weight, %group_offset",
-        "%group_p = inttoptr i64 %group_at to ptr",
-        f"%first_pair = mul i64 %group, {GROUP // 2}",
+        "%group_p = getelementptr i8, ptr %weight_p, i64 %group_offset",
+        f"%x_offset = mul i64 %group, {LEVELS_BYTES}",
     ]
-    acc = dict.fromkeys(cells, "zeroinitializer")
-    for eight in range(_EIGHTS):
-        lines += _load_nibbles(eight, num_planes)
-        for n in range(4):
-            pair = f"pair{eight}_{n}"
-            lines.append(f"%{pair} = add i64 %first_pair, {4 * eight + n}")
-            for r in range(rows):
-                lines += broadcast_pair(f"x{r}_{eight}_{n}", r, f"%{pair}")
-            for plane, table in enumerate(tables):
+    acc: dict[tuple[int, int, int], str] = {}
+    for r in range(rows):
+        lines += [
+            f"%x_p{r} = getelementptr i8, ptr %x_of{r}, i64 %x_offset",
+            f"%sum_p{r} = getelementptr i8, ptr %x_p{r}, i64 {2 * GROUP + 4}",
+            *broadcast(f"sum{r}", f"sum_p{r}"),
+            f"%lifted{r} = mul <16 x i32> %sum{r}, %offset_all",
+            f"%start{r} = sub <16 x i32> zeroinitializer, %lifted{r}",
+        ]
+        for v in range(VECTORS):
+            acc[r, 0, v], acc[r, 1, v] = "zeroinitializer", f"%start{r}"
+    for quad in range(GROUP // 4):
+        lines += _load_values(quad, bits)
+        for r in range(rows):
+            for level in range(2):
+                n = f"{quad}_{r}_{level}"
+                at = GROUP * level + 4 * quad
+                lines += [
+                    f"%n_p{n} = getelementptr i8, ptr %x_p{r}, i64 {at}",
+                    *broadcast(f"n{n}", f"n_p{n}"),
+                ]
                 for v in range(VECTORS):
-                    name = f"{eight}_{n}_{plane}_{v}"
-                    lines += _look_up(name, f"nibbles{eight}_{plane}_{v}", 4 * n, table)
-                    for r in range(rows):
-                        lines.append(
-                            f"%acc{r}_{name} = call <16 x float> "
-                            "@llvm.x86.avx512bf16.dpbf16ps.512("
-                            f"<16 x float> {acc[r, v]}, <32 x bfloat> %x{r}_{eight}_{n}, "
-                            f"<32 x bfloat> %weight{name})"
-                        )
-                        acc[r, v] = f"%acc{r}_{name}"
-    lines += _scale(rows, num_planes, has_minima, acc)
+                    lines.append(
+                        f"%acc{n}_{v} = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512("
+                        f"<16 x i32> {acc[r, level, v]}, <16 x i32> %values{quad}_{v}, "
+                        f"<16 x i32> %n{n})"
+                    )
+                    acc[r, level, v] = f"%acc{n}_{v}"
+    lines += _scale(rows, bits, has_minima, acc)
     lines += [
         "%group1 = add i64 %group, 1",
         "%more = icmp ult i64 %group1, %first",
-        "br i1 %more, label %sum, label %summed",
+        "br i1 %more, label %sum, label %store_totals",
+        "store_totals:",
+        *(f"store <16 x float> %after{r}_{v}, ptr %total{r}_{v}" for r, v in cells),
+        "br label %summed",
         *tail_of(rows),
     ]
     return "\n".join(lines)
 
 
-def _load_nibbles(eight: int, num_planes: int) -> list[str]:
-    """A vector for each plane and 16 outputs; a word to the memory to bring those further on."""
+def _load_values(quad: int, bits: int) -> list[str]:
+    """%values: bytes of 4 inputs and 16 outputs a vector; the memory is asked for those ahead."""
     lines = []
-    for plane in range(num_planes):
-        for v in range(VECTORS):
-            name = f"{eight}_{plane}_{v}"
-            offset = plane * _PLANE_BYTES + (eight * VECTORS + v) * 64
+    for v in range(VECTORS):
+        n = f"{quad}_{v}"
+        if bits == 4 and quad % 2:  # the upper half of the bytes before
             lines += [
-                f"%nibbles_p{name} = getelementptr i8, ptr %group_p, i64 {offset}",
-                f"%nibbles{name} = load <32 x i16>, ptr %nibbles_p{name}, align 2",
-                f"%ahead{name} = getelementptr i8, ptr %group_p, i64 {offset + _PREFETCH_BYTES}",
-                f"call void @llvm.prefetch.p0(ptr %ahead{name}, i32 0, i32 3, i32 1)",
+                f"%upper{n} = lshr <32 x i16> %bytes{quad - 1}_{v}, splat (i16 4)",
+                f"%lower{n} = and <32 x i16> %upper{n}, splat (i16 3855)",
+                f"%values{n} = bitcast <32 x i16> %lower{n} to <16 x i32>",
             ]
+            continue
+        offset = (quad * bits // 8 * VECTORS + v) * 64
+        lines += [
+            f"%bytes_p{n} = getelementptr i8, ptr %group_p, i64 {offset}",
+            f"%bytes{n} = load <32 x i16>, ptr %bytes_p{n}, align 2",
+            *prefetch(f"ahead{n}", "group_p", offset),
+        ]
+        lower = f"%bytes{n}"
+        if bits == 4:
+            lower = f"%lower{n}"
+            lines.append(f"{lower} = and <32 x i16> %bytes{n}, splat (i16 3855)")
+        lines.append(f"%values{n} = bitcast <32 x i16> {lower} to <16 x i32>")
     return lines
 
 
-def _look_up(name: str, nibbles: str, shift: int, table: list[int]) -> list[str]:
-    """%weight<name> = 32 bfloat16, by the 4 bits of each word from bit `shift` on.
-
-    The instruction looks at 5 bits, so the table stands there twice.
-    """
-    entries = ", ".join(f"i16 {bits}" for bits in table * 2)
-    shifts = ", ".join([f"i16 {shift}"] * 32)
-    return [
-        f"%index{name} = lshr <32 x i16> %{nibbles}, <{shifts}>",
-        f"%found{name} = call <32 x i16> @llvm.x86.avx512.permvar.hi.512("
-        f"<32 x i16> <{entries}>, <32 x i16> %index{name})",
-        f"%weight{name} = bitcast <32 x i16> %found{name} to <32 x bfloat>",
-    ]
-
-
 def _scale(
-    rows: int, num_planes: int, has_minima: bool, acc: dict[tuple[int, int], str]
+    rows: int, bits: int, has_minima: bool, acc: dict[tuple[int, int, int], str]
 ) -> list[str]:
-    """total += scale * acc + minimum * sum of x"""
+    """after = before + scale of x * (scale * sum + minimum * sum of x)"""
     lines = []
-    if has_minima:
-        for r in range(rows):
-            lines += [
-                f"%sums_next{r} = mul i64 %first, {4 * r}",
-                f"%sums_of{r} = add i64 %sums_at, %sums_next{r}",
-                f"%sums_p{r} = inttoptr i64 %sums_of{r} to ptr",
-                f"%sum_p{r} = getelementptr float, ptr %sums_p{r}, i64 %group",
-                f"%sum{r} = load float, ptr %sum_p{r}, align 4",
-                f"%sum_one{r} = insertelement <16 x float> poison, float %sum{r}, i32 0",
-                f"%sum_all{r} = shufflevector <16 x float> %sum_one{r}, <16 x float> poison, "
-                "<16 x i32> zeroinitializer",
-            ]
+    for r in range(rows):
+        lines += [
+            f"%x_scale_p{r} = getelementptr i8, ptr %x_p{r}, i64 {2 * GROUP}",
+            *broadcast(f"x_scale_bits{r}", f"x_scale_p{r}"),
+            f"%x_scale{r} = bitcast <16 x i32> %x_scale_bits{r} to <16 x float>",
+            f"%x_sum{r} = sitofp <16 x i32> %sum{r} to <16 x float>",
+        ]
     for v in range(VECTORS):
         for number, kind in enumerate(("scale", "minimum")[: 1 + has_minima]):
-            offset = num_planes * _PLANE_BYTES + number * _NUMBER_BYTES + 32 * v
+            offset = OUTPUTS * GROUP * bits // 8 + number * _NUMBER_BYTES + 32 * v
             lines += [
                 f"%{kind}_p{v} = getelementptr i8, ptr %group_p, i64 {offset}",
                 f"%{kind}_h{v} = load <16 x half>, ptr %{kind}_p{v}, align 2",
@@ -251,16 +272,20 @@ def _scale(
         for r in range(rows):
             n = f"{r}_{v}"
             lines += [
-                f"%before{n} = load <16 x float>, ptr %total{n}",
-                f"%scaled{n} = fmul contract <16 x float> {acc[r, v]}, %scale{v}",
-                f"%after{n} = fadd contract <16 x float> %before{n}, %scaled{n}",
+                f"%high{n} = shl <16 x i32> {acc[r, 0, v]}, splat (i32 7)",
+                f"%both{n} = add <16 x i32> %high{n}, {acc[r, 1, v]}",
+                f"%sum_f{n} = sitofp <16 x i32> %both{n} to <16 x float>",
+                f"%scaled{n} = fmul contract <16 x float> %sum_f{n}, %scale{v}",
             ]
-            result = f"%after{n}"
+            here = f"%scaled{n}"
             if has_minima:
                 lines += [
-                    f"%shift{n} = fmul contract <16 x float> %sum_all{r}, %minimum{v}",
-                    f"%shifted{n} = fadd contract <16 x float> %after{n}, %shift{n}",
+                    f"%least{n} = fmul contract <16 x float> %x_sum{r}, %minimum{v}",
+                    f"%lifted{n} = fadd contract <16 x float> %scaled{n}, %least{n}",
                 ]
-                result = f"%shifted{n}"
-            lines.append(f"store <16 x float> {result}, ptr %total{n}")
+                here = f"%lifted{n}"
+            lines += [
+                f"%product{n} = fmul contract <16 x float> {here}, %x_scale{r}",
+                f"%after{n} = fadd contract <16 x float> %before{n}, %product{n}",
+            ]
     return lines

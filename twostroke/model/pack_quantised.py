@@ -12,29 +12,26 @@ _CACHE = use_kernel_cache(__file__, compiled_file.__file__)
 
 
 @kernel(cache=_CACHE)
-def pack_planes(values: UInt8s, bits: int, num_groups: int, out: UInt8s) -> None:
+def pack_values(values: UInt8s, bits: int, num_groups: int, out: UInt8s) -> None:
     """values [rows, 32 * groups], of 4 or 8 bits -> out [rows / 64, groups, bytes of a group].
 
-    Only the planes are written; see `few_rows_quantised` for where each weight goes.
+    Only the values are written; see `few_rows_quantised` for where each goes.
     """
-    num_rows = values.shape[0]
-    for row in range(num_rows):
-        block, lane = row // 64, row % 64
+    for row in range(values.shape[0]):
+        block, place = row // 64, row % 64 * 4
         for group in range(num_groups):
-            target = out[block, group]
-            for eight in range(4):
-                first = group * 32 + eight * 8
-                place = (eight * 64 + lane) * 4
-                for plane in range(bits // 4):
-                    shift = np.uint8(4 if bits == 8 and plane == 0 else 0)
-                    at = plane * 1024 + place
-                    for p in range(2):
-                        a = (values[row, first + p] >> shift) & np.uint8(15)
-                        b = (values[row, first + 2 + p] >> shift) & np.uint8(15)
-                        c = (values[row, first + 4 + p] >> shift) & np.uint8(15)
-                        d = (values[row, first + 6 + p] >> shift) & np.uint8(15)
-                        target[at + 2 * p] = a | np.uint8(b << np.uint8(4))
-                        target[at + 2 * p + 1] = c | np.uint8(d << np.uint8(4))
+            target, first = out[block, group], group * 32
+            if bits == 4:
+                for eight in range(4):
+                    for k in range(4):
+                        i = first + 8 * eight + k
+                        both = values[row, i] | np.uint8(values[row, i + 4] << np.uint8(4))
+                        target[256 * eight + place + k] = both
+            else:
+                for quad in range(8):
+                    for k in range(4):
+                        value = values[row, first + 4 * quad + k]
+                        target[256 * quad + place + k] = value ^ np.uint8(128)  # + 128
 
 
 @kernel(cache=_CACHE)

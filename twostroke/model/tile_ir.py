@@ -22,11 +22,12 @@ from twostroke.config import cache_dir
 from twostroke.model.openmp import load_openmp
 
 MAX_TILE_ROWS = 6  # x 4 vectors are accumulated in 24 of 32 registers
+ROUNDED, WIDE, ADDED = range(3)  # y is bfloat16; float32; float32, and the product is added to it
 OUTPUTS = 64
 VECTORS = OUTPUTS // 16
 
 ARGUMENTS = (
-    *("weight", "block_bytes", "bias", "x", "x_row_bytes", "y", "y_row_bytes", "wide"),
+    *("weight", "block_bytes", "bias", "x", "x_row_bytes", "y", "y_row_bytes", "result"),
     *("rows", "blocks", "ticket", "first", "second"),
 )
 NUM_ARGUMENTS = len(ARGUMENTS)
@@ -36,7 +37,8 @@ ROWS, TICKET = ARGUMENTS.index("rows"), ARGUMENTS.index("ticket")
 class Arguments(ctypes.Structure):
     """What a kernel is given: addresses and numbers.
 
-    `wide` is 1 where y is float32, `ticket` must be 0, `first` and `second` are the kernel's own.
+    `result` is ROUNDED, WIDE or ADDED, `ticket` must be 0, `first` and `second` are the kernel's
+    own.
     """
 
     _fields_ = [(name, ctypes.c_int64) for name in ARGUMENTS]
@@ -72,9 +74,9 @@ class TileProduct:
     def into(self, y: Tensor, x: Tensor) -> Tensor:
         """The product is written to y [R, out], contiguous, bfloat16 or float32; returns y."""
         a = self._arguments
-        a.x, a.x_row_bytes = x.data_ptr(), x.stride(0) * 2
+        a.x, a.x_row_bytes = x.data_ptr(), x.stride(0) * x.element_size()
         a.y, a.y_row_bytes = y.data_ptr(), self.out * y.element_size()
-        a.wide = int(y.dtype == torch.float32)
+        a.result = WIDE if y.dtype == torch.float32 else ROUNDED
         a.rows, a.ticket = x.shape[0], 0
         threads = torch.get_num_threads()
         if threads == 1:
@@ -83,27 +85,31 @@ class TileProduct:
             self._kernel.run_parallel(self._kernel.address, ctypes.addressof(a), threads, 0)
         return y
 
-    def _call(self, x: int, x_row_bytes: int, y: int, row: Int64s) -> tuple[int, int]:
+    def _call(self, x: int, x_row_bytes: int, y: int, row: Int64s, result: int) -> tuple[int, int]:
         """Function and argument for a `Program`, with x and y at these addresses, contiguous.
 
         `row` becomes the argument; before a run its ROWS must be set and its TICKET zeroed.
         """
         a = self._arguments
-        a.x, a.x_row_bytes, a.y, a.y_row_bytes, a.wide = x, x_row_bytes, y, self.out * 2, 0
+        y_row_bytes = self.out * (2 if result == ROUNDED else 4)
+        a.x, a.x_row_bytes, a.y, a.y_row_bytes, a.result = x, x_row_bytes, y, y_row_bytes, result
         row[:] = np.frombuffer(memoryview(a), np.int64)
         return self._kernel.address, row.ctypes.data
 
 
-def compile_kernel(tile: Callable[[int], str], *declarations: str) -> Compiled:
-    """`tile(rows)` is the text of `void tile<rows>(TILE_ARGUMENTS)`. Takes 0.05 s and more.
+def compile_kernel(
+    tile: Callable[[int], str], max_rows: int, feature: str, *declarations: str
+) -> Compiled:
+    """`tile(rows)` is the text of `void tile<rows>(TILE_ARGUMENTS)`, for up to `max_rows` rows.
 
-    Raises ImportError, AttributeError, OSError or RuntimeError where it cannot work.
+    `feature`, as LLVM names it, is what the processor must have. Takes 0.05 s and more. Raises
+    ImportError, AttributeError, OSError or RuntimeError where it cannot work.
     """
     from llvmlite import binding
 
     features = binding.get_host_cpu_features()
-    if not features.get("avx512bf16", False):
-        raise RuntimeError("the processor has no AVX512-BF16")
+    if not features.get(feature, False):
+        raise RuntimeError(f"the processor has no {feature}")
     openmp = load_openmp()
     if openmp is None:
         raise RuntimeError("torch has no OpenMP with GNU's entry points")
@@ -112,8 +118,8 @@ def compile_kernel(tile: Callable[[int], str], *declarations: str) -> Compiled:
     target = binding.Target.from_default_triple().create_target_machine(
         cpu=binding.get_host_cpu_name(), features=features.flatten(), opt=2, jit=True
     )
-    tiles = map(tile, range(1, MAX_TILE_ROWS + 1))
-    text = "\n".join([DECLARATIONS, *declarations, *tiles, _main()])
+    tiles = map(tile, range(1, max_rows + 1))
+    text = "\n".join([*declarations, *tiles, _main(max_rows)])
     module = binding.parse_assembly(text)
     module.verify()
     engine = binding.create_mcjit_compiler(module, target)
@@ -148,13 +154,12 @@ def _use_object_cache(engine: Any, key: str) -> None:
     engine.set_object_cache(keep, kept)
 
 
-DECLARATIONS = """
-declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
-declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
-"""
-
+# Into L2, for L1 has no room: the 96 MB of SmolLM2's weights in 4 and 8 bits come at 28 GB/s to one
+# thread, and at 20 with prefetches into L1; further ahead is no faster (Zen 4, huge pages).
+_PREFETCH_BYTES, _PREFETCH_INTO_L2 = 2048, 2
+PREFETCH = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
 TILE_ARGUMENTS = (
-    *("weight", "bias", "x", "x_row_bytes", "y", "y_row_bytes", "wide"),
+    *("weight", "bias", "x", "x_row_bytes", "y", "y_row_bytes", "result"),
     *("row", "first", "second"),
 )
 
@@ -175,18 +180,30 @@ def cells_of(rows: int) -> list[tuple[int, int]]:
     return [(r, v) for r in range(rows) for v in range(VECTORS)]
 
 
-def broadcast_pair(name: str, row: int, pair: str) -> list[str]:
-    """%name = inputs 2 * pair and 2 * pair + 1 of a row of x, in all 16 places."""
+def row_pointer(name: str, address: str, row_bytes: str, row: int) -> list[str]:
+    """%name = the address of a row, as a pointer."""
     return [
-        f"%{name}_row = mul i64 %x_row_bytes, {row}",
-        f"%{name}_at = add i64 %x, %{name}_row",
-        f"%{name}_p = inttoptr i64 %{name}_at to ptr",
-        f"%{name}_pair_p = getelementptr i32, ptr %{name}_p, i64 {pair}",
-        f"%{name}_pair = load i32, ptr %{name}_pair_p, align 2",
-        f"%{name}_one = insertelement <16 x i32> poison, i32 %{name}_pair, i32 0",
-        f"%{name}_all = shufflevector <16 x i32> %{name}_one, <16 x i32> poison, "
+        f"%{name}_row = mul i64 %{row_bytes}, {row}",
+        f"%{name}_at = add i64 %{address}, %{name}_row",
+        f"%{name} = inttoptr i64 %{name}_at to ptr",
+    ]
+
+
+def broadcast(name: str, pointer: str) -> list[str]:
+    """%name = the 4 bytes there in all 16 places, as <16 x i32>."""
+    return [
+        f"%{name}_word = load i32, ptr %{pointer}, align 2",
+        f"%{name}_one = insertelement <16 x i32> poison, i32 %{name}_word, i32 0",
+        f"%{name} = shufflevector <16 x i32> %{name}_one, <16 x i32> poison, "
         "<16 x i32> zeroinitializer",
-        f"%{name} = bitcast <16 x i32> %{name}_all to <32 x bfloat>",
+    ]
+
+
+def prefetch(name: str, pointer: str, offset: int) -> list[str]:
+    """Ask the memory for what will be read some steps after the line at `pointer` + `offset`."""
+    return [
+        f"%{name} = getelementptr i8, ptr %{pointer}, i64 {offset + _PREFETCH_BYTES}",
+        f"call void @llvm.prefetch.p0(ptr %{name}, i32 0, i32 {_PREFETCH_INTO_L2}, i32 1)",
     ]
 
 
@@ -218,54 +235,54 @@ def tail_of(rows: int) -> list[str]:
     lines += [
         "br label %store",
         "store:",
-        "%is_wide = icmp ne i64 %wide, 0",
-        "br i1 %is_wide, label %store_wide, label %store_rounded",
-        "store_wide:",
-        *(line for r in range(rows) for line in _store(r, wide=True)),
-        "ret void",
-        "store_rounded:",
-        *(line for r in range(rows) for line in _store(r, wide=False)),
-        "ret void",
-        "}",
+        f"switch i64 %result, label %store_rounded "
+        f"[ i64 {WIDE}, label %store_wide i64 {ADDED}, label %store_added ]",
     ]
-    return lines
+    for result, name in ((ROUNDED, "rounded"), (WIDE, "wide"), (ADDED, "added")):
+        stores = (line for r in range(rows) for line in _store(r, result))
+        lines += [f"store_{name}:", *stores, "ret void"]
+    return [*lines, "}"]
 
 
-def _store(row: int, *, wide: bool) -> list[str]:
-    """Write a row's 64 results to y, as float32 or rounded to bfloat16."""
-    n = f"{'w' if wide else 'r'}{row}"
-    lines = [
-        f"%y_row{n} = mul i64 %y_row_bytes, {row}",
-        f"%y_at{n} = add i64 %y, %y_row{n}",
-        f"%y_p{n} = inttoptr i64 %y_at{n} to ptr",
-    ]
+def _store(row: int, result: int) -> list[str]:
+    """Write a row's 64 results to y, or add them to what is there."""
+    y = f"y{result}_{row}"
+    lines = row_pointer(y, "y", "y_row_bytes", row)
     for v in range(VECTORS):
+        n = f"{result}_{row}_{v}"
+        size = 2 if result == ROUNDED else 4
         lines += [
-            f"%result{n}_{v} = load <16 x float>, ptr %total{row}_{v}",
-            f"%y_p{n}_{v} = getelementptr i8, ptr %y_p{n}, i64 {(64 if wide else 32) * v}",
+            f"%result{n} = load <16 x float>, ptr %total{row}_{v}",
+            f"%y_p{n} = getelementptr i8, ptr %{y}, i64 {16 * size * v}",
         ]
-        if wide:
-            lines.append(f"store <16 x float> %result{n}_{v}, ptr %y_p{n}_{v}, align 4")
-        else:
+        if result == ROUNDED:
             lines += [
-                f"%rounded{n}_{v} = fptrunc <16 x float> %result{n}_{v} to <16 x bfloat>",
-                f"store <16 x bfloat> %rounded{n}_{v}, ptr %y_p{n}_{v}, align 2",
+                f"%rounded{n} = fptrunc <16 x float> %result{n} to <16 x bfloat>",
+                f"store <16 x bfloat> %rounded{n}, ptr %y_p{n}, align 2",
             ]
+            continue
+        if result == ADDED:
+            lines += [
+                f"%there{n} = load <16 x float>, ptr %y_p{n}, align 4",
+                f"%added{n} = fadd <16 x float> %there{n}, %result{n}",
+            ]
+        value = f"%added{n}" if result == ADDED else f"%result{n}"
+        lines.append(f"store <16 x float> {value}, ptr %y_p{n}, align 4")
     return lines
 
 
-def _main() -> str:
+def _main(max_rows: int) -> str:
     """One thread's share: blocks by ticket; in a block, tiles of rows."""
     fields = "\n".join(
         f"%{name}_p = getelementptr i64, ptr %arguments, i64 {i}\n"
         + (f"%{name} = load i64, ptr %{name}_p" if name != "ticket" else "")
         for i, name in enumerate(ARGUMENTS)
     )
-    tiles = range(1, MAX_TILE_ROWS + 1)
+    tiles = range(1, max_rows + 1)
     cases = " ".join(f"i64 {n}, label %rows{n}" for n in tiles)
     arguments = (
         "i64 %block_weight, i64 %block_bias, i64 %tile_x, i64 %x_row_bytes, "
-        "i64 %tile_y, i64 %y_row_bytes, i64 %wide, i64 %row, i64 %first, i64 %second"
+        "i64 %tile_y, i64 %y_row_bytes, i64 %result, i64 %row, i64 %first, i64 %second"
     )
     calls = "\n".join(
         f"rows{n}:\ncall void @tile{n}({arguments})\nbr label %tile_done" for n in tiles
@@ -283,7 +300,8 @@ br i1 %is_block, label %start, label %done
 start:
 %weight_offset = mul i64 %block, %block_bytes
 %block_weight = add i64 %weight, %weight_offset
-%y_shift = add i64 %wide, 7
+%is_rounded = icmp eq i64 %result, {ROUNDED}
+%y_shift = select i1 %is_rounded, i64 7, i64 8
 %y_offset = shl i64 %block, %y_shift
 %block_y = add i64 %y, %y_offset
 %bias_offset = shl i64 %block, 7
@@ -297,8 +315,8 @@ tile:
 %tile_y_offset = mul i64 %row, %y_row_bytes
 %tile_y = add i64 %block_y, %tile_y_offset
 %left = sub i64 %rows, %row
-%many = icmp sgt i64 %left, {MAX_TILE_ROWS}
-%count = select i1 %many, i64 {MAX_TILE_ROWS}, i64 %left
+%many = icmp sgt i64 %left, {max_rows}
+%count = select i1 %many, i64 {max_rows}, i64 %left
 switch i64 %count, label %tile_done [ {cases} ]
 {calls}
 tile_done:

@@ -1,16 +1,17 @@
-"""`twostroke bench step`: runs steps of a real worker, then each kind of their work alone.
+"""`twostroke bench step`: runs steps of a real worker, and tells what of them takes how long.
 
-A part is timed over all layers at once, so that weights come from memory as they do in a step; it
-runs the very kernels of the step, on whatever the buffers hold.
+A part is timed inside the step, between the parts that come before and after: alone, it would find
+in the caches what a step must fetch from memory. So parts and host add up to the step.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from twostroke.bench.step_report import Ceilings, Part, StepTimes
 from twostroke.checkpoint import Checkpoint
@@ -18,12 +19,14 @@ from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.messages import NO_TOKENS, Int32s, NewRequest, SamplingParams, StepPlan
 from twostroke.model.layers import Linear, Mlp
+from twostroke.worker.few_tokens import FewTokens
 from twostroke.worker.runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
 MIN_SECONDS = 0.3  # of each measurement, and at least MIN_RUNS
 MIN_RUNS = 5
 _READ_BYTES = 256 << 20
+_WHOLE = "step"
 _PRODUCT = 2048  # rows and columns of the product that shows the peak
 
 
@@ -64,10 +67,28 @@ class StepTimer:
             seats.num_computed[plan.slots] = context
             self.runner.run(plan)
 
-        seconds = _median_s(again)
-        parts = self._parts(plan, rows, rows * tokens)
+        few = self.runner.few_tokens
+        if few is not None and rows * tokens > few.max_tokens:
+            few = None
+        watch = _Watch()
+        with ExitStack() as stack:
+            for kind, owner, name in self._places(layer_by_layer=few is None):
+                stack.enter_context(watch.timing(kind, owner, name))
+            runs = _repeat(again, watch, few)
+        times = _usual(runs)
+        calls = watch.calls if few is None else watch.calls | few.calls_by_kind(rows * tokens)
         self.runner.run(_without_rows(self._step, plan.slots))
-        return StepTimes(rows, tokens, context, seconds, parts)
+        parts = [
+            Part(
+                name=kind,
+                calls=calls[kind],
+                seconds=times[kind],
+                **self._work(kind, plan, rows * tokens, rows),
+            )
+            for kind in runs[0]
+            if kind != _WHOLE
+        ]
+        return StepTimes(rows, tokens, context, times[_WHOLE], parts)
 
     def _plan(self, rows: int, tokens: int, context: int) -> StepPlan:
         block_size = self._config.block_size
@@ -104,74 +125,25 @@ class StepTimer:
 
     # ------------------------------------------------------------ parts
 
-    def _parts(self, plan: StepPlan, rows: int, num_tokens: int) -> list[Part]:
-        runner = self.runner
-        few = runner.few_tokens
-        timed: dict[str, tuple[int, float]] = {}
-        if few is not None and num_tokens <= few.max_tokens:
-            for kind, (calls, run_alone) in few.programs_by_kind(num_tokens).items():
-                timed[kind] = (calls, _median_s(run_alone))
-        else:
-            for kind, calls, run in self._layer_calls(plan, num_tokens):
-                timed[kind] = (calls, _median_s(run))
-        hidden = torch.randn(rows, runner.model.shape.hidden_size).to(runner.kv_pool.dtype)
-        timed["lm head"] = (1, _median_s(lambda: runner.model.logits(hidden)))
-        logits = runner.model.logits(hidden)
-        starts = runner.seats.num_tokens[plan.slots]
-        sample = runner.sampler.sample
-        timed["sampler"] = (1, _median_s(lambda: sample(logits, plan.slots, starts)))
-        return [
-            Part(name=kind, calls=calls, seconds=s, **self._work(kind, plan, num_tokens, rows))
-            for kind, (calls, s) in timed.items()
-        ]
-
-    def _layer_calls(
-        self, plan: StepPlan, num_tokens: int
-    ) -> list[tuple[str, int, Callable[[], object]]]:
-        """The calls of `DecoderModel.forward`, kind by kind."""
-        model, attention = self.runner.model, self.runner.attention
-        shape, shard, layers = model.shape, model.shard, model.layers
-        ops, eps, dtype = model.elementwise, shape.rms_norm_eps, self.runner.kv_pool.dtype
-        heads = shard.num_heads + 2 * shard.num_kv_heads
-        rotated = shard.num_heads + shard.num_kv_heads
-
-        def random(*dims: int) -> Tensor:
-            return torch.randn(num_tokens, *dims).to(dtype)
-
-        h, x = random(shape.hidden_size).float(), random(shape.hidden_size)
-        qkv = random(heads, shape.head_dim)
-        attended = random(shard.num_heads * shape.head_dim)
-        rotations = model.rotary.rotations(torch.arange(num_tokens))
-        q, k, v = qkv[:, : shard.num_heads], qkv[:, shard.num_heads : rotated], qkv[:, rotated:]
-        count = len(layers)
-
-        def rotate_all() -> None:
-            for layer in layers:
-                ops.rotate(qkv, rotations, rotated, layer.qk_norm, eps)
-
-        calls: list[tuple[str, int, Callable[[], object]]] = [
-            (
-                "norm",
-                2 * count + 1,
-                lambda: [ops.add_norm(h, x, model.final_norm, eps) for _ in range(2 * count + 1)],
-            ),
-            ("qkv", count, lambda: [layer.qkv(x) for layer in layers]),
-            ("rotate", count, rotate_all),
-            ("attention", count, lambda: [attention(i, q, k, v) for i in range(count)]),
-            ("output", count, lambda: [layer.output(attended) for layer in layers]),
-        ]
-        dense = [layer.mlp for layer in layers if isinstance(layer.mlp, Mlp)]
-        if len(dense) < count:
-            calls.append(("mlp", count, lambda: [layer.mlp(x, ops) for layer in layers]))
-            return calls
-        gate_up = dense[0].gate_up(x)
-        act = ops.silu_multiply(gate_up)
-        return [
-            *calls,
-            ("gate, up", count, lambda: [mlp.gate_up(x) for mlp in dense]),
-            ("SiLU", count, lambda: [ops.silu_multiply(gate_up) for _ in dense]),
-            ("down", count, lambda: [mlp.down(act) for mlp in dense]),
-        ]
+    def _places(self, *, layer_by_layer: bool) -> Iterator[tuple[str, object, str]]:
+        """Part, and where to find the function that does it: an object and its attribute."""
+        runner, model = self.runner, self.runner.model
+        yield "plan", runner.attention, "plan"
+        if layer_by_layer:
+            yield "norm", model.elementwise, "add_norm"
+            yield "rotate", model.elementwise, "rotate"
+            yield "attention", runner, "attention"
+            yield "SiLU", model.elementwise, "silu_multiply"
+            for layer in model.layers:
+                yield "qkv", layer, "qkv"
+                yield "output", layer, "output"
+                if isinstance(layer.mlp, Mlp):
+                    yield "gate, up", layer.mlp, "gate_up"
+                    yield "down", layer.mlp, "down"
+                else:
+                    yield "mlp", layer, "mlp"
+        yield "lm head", model, "logits"
+        yield "sampler", runner.sampler, "sample"
 
     def _work(self, kind: str, plan: StepPlan, num_tokens: int, rows: int) -> dict[str, int]:
         """Bytes that must come from memory, and operations: weights once, KV once."""
@@ -213,6 +185,64 @@ def _without_rows(step: int, freed: Int32s) -> StepPlan:
         samples=none,
         freed_slots=freed,
     )
+
+
+class _Watch:
+    """Seconds and calls of functions, by kind."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.calls: Counter[str] = Counter()
+
+    @contextmanager
+    def timing(self, kind: str, owner: object, name: str) -> Iterator[None]:
+        """Put a stop-watch in the place of a function, or of an object that is called."""
+        function = getattr(owner, name)
+        setattr(owner, name, _Timed(self, kind, function))
+        yield
+        setattr(owner, name, function)
+
+
+class _Timed:
+    def __init__(self, watch: _Watch, kind: str, function: Callable[..., object]) -> None:
+        self._watch, self._kind, self._function = watch, kind, function
+
+    def __call__(self, *arguments: object) -> object:
+        start_s = time.perf_counter()
+        result = self._function(*arguments)
+        self._watch.seconds[self._kind] += time.perf_counter() - start_s
+        self._watch.calls[self._kind] += 1
+        return result
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._function, name)
+
+
+def _repeat(
+    run: Callable[[], object], watch: _Watch, few: FewTokens | None
+) -> list[dict[str, float]]:
+    """Seconds of each part, and of the whole, run by run."""
+    run()
+    runs: list[dict[str, float]] = []
+    while len(runs) < MIN_RUNS or sum(run[_WHOLE] for run in runs) < MIN_SECONDS:
+        watch.seconds.clear()
+        watch.calls.clear()
+        if few is not None:
+            few.seconds_by_kind = watch.seconds
+        start_s = time.perf_counter()
+        run()
+        watch.seconds[_WHOLE] = time.perf_counter() - start_s
+        runs.append(dict(watch.seconds))
+    if few is not None:
+        few.seconds_by_kind = None
+    return runs
+
+
+def _usual(runs: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of the middle half of the runs, so that the parts still add up."""
+    ordered = sorted(runs, key=lambda run: run[_WHOLE])
+    middle = ordered[len(runs) // 4 : -(-3 * len(runs) // 4)]
+    return {kind: statistics.fmean(run[kind] for run in middle) for kind in runs[0]}
 
 
 def _median_s(run: Callable[[], object]) -> float:

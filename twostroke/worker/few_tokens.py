@@ -1,14 +1,17 @@
 """A step of few tokens as one call: every layer's kernels in a `Program`.
 
-    residual sum + norm ▶ qkv ▶ rotate ▶ attend ▶ output ▶ residual sum + norm ▶ gate, up ▶ SiLU ▶ down
+    norm ▶ qkv ▶ rotate ▶ attend ▶ output ▶ residual sum, norm ▶ gate, up ▶ SiLU ▶ down ▶ residual sum
 
-The kernels are those that `DecoderModel.forward` calls one by one, so a token's result is the same
-to the last bit; what is saved is the way to them (some 3 ms of a step of SmolLM2 on two cores).
+With weights in bfloat16 the kernels are those that `DecoderModel.forward` calls one by one, so a
+token's result is the same to the last bit; what is saved is the way to them (some 3 ms of a step of
+SmolLM2 on two cores).
 
-Weights that are kept in 4 or 8 bits have a program of their own, for very few tokens.
+Weights that are kept in 4 or 8 bits have a program of their own, for very few tokens, whose
+products take and give more than bfloat16 holds: what is between them stays in float32, and products
+add to the residual sum themselves.
 """  # noqa: E501
 
-from collections.abc import Callable
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,17 +19,19 @@ import torch
 from torch import Tensor
 
 from twostroke.model import tile_ir
-from twostroke.model.elementwise import float_bits, kernels
+from twostroke.model.elementwise import LEVELS_BYTES, float_bits, kernels
 from twostroke.model.few_rows import MAX_ROWS
 from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS
 from twostroke.model.layers import Linear, Mlp
 from twostroke.model.llama import DecoderModel
 from twostroke.model.quantised import GROUP
+from twostroke.model.tile_ir import ADDED, ROUNDED, WIDE
 from twostroke.worker.attention import PagedAttention
 
 if TYPE_CHECKING:
-    from twostroke.model.program import Program
     from twostroke.worker.attention_numba import NumbaAttention
+
+_SHARED_TOKENS = 4  # from here on, what is between the products is shared by the threads
 
 
 def few_tokens(model: DecoderModel, attention: PagedAttention) -> "FewTokens | None":
@@ -63,6 +68,8 @@ class FewTokens:
     ) -> None:
         """`programs`: for up to how many tokens, and whether with weights of few bits; the first
         that is large enough runs."""
+        # Where there is one, each step adds to it.
+        self.seconds_by_kind: defaultdict[str, float] | None = None
         self._model = model
         self._buffers = _Buffers(model)
         self._attention = attention.program(self._buffers.qkv, self._buffers.attended)
@@ -80,29 +87,21 @@ class FewTokens:
         buffers.h[:count] = self._model.embed(token_ids)
         buffers.rotations[:count] = self._model.rotary.rotations(positions)
         self._attention.begin()
-        next(table for most, table in self._programs if count <= most).run(count)
+        table = self._table(count)
+        table.begin(count)
+        if self.seconds_by_kind is None:
+            table.program.run()
+        else:
+            for kind, seconds in zip(table.kinds, table.program.run_timed().tolist(), strict=True):
+                self.seconds_by_kind[kind] += seconds
         return buffers.x[:count]
 
-    def programs_by_kind(self, num_tokens: int) -> dict[str, tuple[int, Callable[[], None]]]:
-        """The kernels of a step of that many tokens, kind by kind: their number, and their run.
+    def calls_by_kind(self, num_tokens: int) -> Counter[str]:
+        """How many kernels of each kind a step of that many tokens runs."""
+        return Counter(self._table(num_tokens).kinds)
 
-        To find out what takes how long; what they compute is of no use. A step must have been run.
-        """
-        from twostroke.model.program import Program
-
-        table = next(table for most, table in self._programs if num_tokens <= most)
-        return {
-            kind: (len(calls), self._run_alone(table, Program(calls), num_tokens))
-            for kind, calls in table.calls_by_kind.items()
-        }
-
-    def _run_alone(self, table: "_Table", program: "Program", count: int) -> Callable[[], None]:
-        def run() -> None:
-            self._attention.begin()
-            table.begin(count)
-            program.run()
-
-        return run
+    def _table(self, num_tokens: int) -> "_Table":
+        return next(table for most, table in self._programs if num_tokens <= most)
 
 
 class _Buffers:
@@ -117,14 +116,18 @@ class _Buffers:
         def buffer(*dims: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.zeros((MAX_ROWS, *dims), dtype=dtype)
 
+        attended = shard.num_heads * shape.head_dim
         self.h = buffer(shape.hidden_size, dtype=torch.float32)
         self.x, self.y = buffer(shape.hidden_size), buffer(shape.hidden_size)
         self.qkv = buffer(shard.num_heads + 2 * shard.num_kv_heads, shape.head_dim)
-        self.attended = buffer(shard.num_heads * shape.head_dim)
+        self.attended = buffer(attended)
         self.gate_up, self.act = buffer(2 * widest), buffer(widest)
         self.rotations = buffer(2, shape.head_dim // 2, dtype=torch.float32)
-        largest = max(shape.hidden_size, widest, shard.num_heads * shape.head_dim)
-        self.sums = buffer(-(-largest // GROUP), dtype=torch.float32)
+        # For weights of few bits: what products are given, in float32 and as levels.
+        largest = max(shape.hidden_size, widest, attended)
+        self.gate_up_wide = buffer(2 * widest, dtype=torch.float32)
+        self.wide = buffer(largest, dtype=torch.float32)
+        self.levels = buffer(-(-largest // GROUP) * LEVELS_BYTES, dtype=torch.uint8)
 
 
 class _Table:
@@ -143,94 +146,106 @@ class _Table:
         kernel = kernels()
         assert kernel is not None
         self._kernel = kernel
+        self._model, self._buffers = model, buffers
         self._few_bits = few_bits
-        self._sums = buffers.sums.data_ptr()
         self._threads = torch.get_num_threads()
         num_layers = len(model.layers)
         self._products = np.zeros((4 * num_layers, tile_ir.NUM_ARGUMENTS), np.int64)
         self._small = np.zeros((5 * num_layers + 1, NUM_ARGUMENTS), np.int64)
         self._num_products = self._num_small = 0
         self._calls: list[tuple[int, int]] = []
-        self._kinds: list[str] = []
-        self._list_calls(model, buffers, attention)
-        self._program = Program(self._calls)
-
-    def run(self, num_tokens: int) -> None:
-        self.begin(num_tokens)
-        self._program.run()
+        self.kinds: list[str] = []
+        self._are_small: list[bool] = []
+        self._list_calls(attention)
+        self.program = Program(self._calls)
+        self._small_calls = np.array(self._are_small)
 
     def begin(self, num_tokens: int) -> None:
+        """To be called before each run."""
         self._products[:, tile_ir.ROWS] = num_tokens
         self._products[:, tile_ir.TICKET] = 0
-        self._small[:, 0] = num_tokens
+        shared = num_tokens >= _SHARED_TOKENS
+        self._small[:, :3] = self._kernel.first(num_tokens, self._threads if shared else 1)
+        self.program.share(self._small_calls, shared)
 
-    @property
-    def calls_by_kind(self) -> dict[str, list[tuple[int, int]]]:
-        by_kind: dict[str, list[tuple[int, int]]] = {}
-        for kind, call in zip(self._kinds, self._calls, strict=True):
-            by_kind.setdefault(kind, []).append(call)
-        return by_kind
-
-    def _list_calls(
-        self, model: DecoderModel, buffers: _Buffers, attention: list[tuple[int, int]]
-    ) -> None:
+    def _list_calls(self, attention: list[tuple[int, int]]) -> None:
+        model, buffers = self._model, self._buffers
         shape, shard, kernel = model.shape, model.shard, self._kernel
         eps = float_bits(shape.rms_norm_eps)
         h, x, y = buffers.h.data_ptr(), buffers.x.data_ptr(), buffers.y.data_ptr()
         qkv, attended = buffers.qkv.data_ptr(), buffers.attended.data_ptr()
-        gate_up, act = buffers.gate_up.data_ptr(), buffers.act.data_ptr()
         rotations, rotated = buffers.rotations.data_ptr(), shard.num_heads + shard.num_kv_heads
         heads, hidden, added = rotated + shard.num_kv_heads, shape.hidden_size, 0
+        summed = (h, ADDED) if self._few_bits else (y, ROUNDED)
         for layer, attend in zip(model.layers, attention, strict=True):
             mlp = layer.mlp
             assert isinstance(mlp, Mlp)
             norm = 0 if layer.qk_norm is None else layer.qk_norm.data_ptr()
-            norms = layer.input_norm.data_ptr(), layer.mlp_norm.data_ptr()
-            sums = [self._sums_for(it) for it in (layer.qkv, mlp.gate_up, mlp.down)]
-            self._add("norm", kernel.add_norm, h, added, norms[0], x, hidden, eps, sums[0])
-            self._multiply("qkv", layer.qkv, x, qkv)
+            self._norm(layer.qkv, layer.input_norm, added)
+            self._multiply("qkv", layer.qkv, x, qkv, ROUNDED)
             turn = (qkv, rotations, norm, rotated, heads, shape.head_dim, eps)
             self._add("rotate", kernel.rotate, *turn)
             self._call("attention", attend)
-            if sums_of_attended := self._sums_for(layer.output):
-                groups = shard.num_heads * shape.head_dim // GROUP
-                self._add("group sums", kernel.group_sums, attended, sums_of_attended, groups)
-            self._multiply("output", layer.output, attended, y)
-            self._add("norm", kernel.add_norm, h, y, norms[1], x, hidden, eps, sums[1])
-            self._multiply("gate, up", mlp.gate_up, x, gate_up)
-            width = _width(mlp.gate_up) // 2
-            self._add("SiLU", kernel.silu_multiply, gate_up, act, width, sums[2])
-            self._multiply("down", mlp.down, act, y)
-            added = y
-        self._add("norm", kernel.add_norm, h, added, model.final_norm.data_ptr(), x, hidden, eps, 0)
+            if self._takes_levels(layer.output):
+                groups, wide = shard.num_heads * shape.head_dim // GROUP, buffers.wide.data_ptr()
+                levels = buffers.levels.data_ptr()
+                self._add("levels", kernel.levels, attended, levels, groups, wide)
+            self._multiply("output", layer.output, attended, *summed)
+            added = 0 if self._few_bits else y
+            self._norm(mlp.gate_up, layer.mlp_norm, added)
+            self._mlp(mlp, *summed)
+        self._add("norm", kernel.add_norm, h, added, model.final_norm.data_ptr(), x, hidden, eps)
 
-    def _sums_for(self, linear: Linear) -> int:
-        """Where the linear layer, in this program, wants the group sums of its input; else 0."""
-        quantised = linear.quantised
-        return self._sums if self._few_bits and quantised and quantised.needs_sums else 0
+    def _norm(self, linear: Linear, weight: Tensor, added: int) -> None:
+        """The residual sum's norm, as the linear layer takes it."""
+        shape, buffers, kernel = self._model.shape, self._buffers, self._kernel
+        h, x = buffers.h.data_ptr(), buffers.x.data_ptr()
+        last = (shape.hidden_size, float_bits(shape.rms_norm_eps))
+        if self._takes_levels(linear):
+            wide, levels = buffers.wide.data_ptr(), buffers.levels.data_ptr()
+            self._add("norm", kernel.norm_levels, h, weight.data_ptr(), wide, levels, *last)
+        else:
+            self._add("norm", kernel.add_norm, h, added, weight.data_ptr(), x, *last)
 
-    def _call(self, kind: str, call: tuple[int, int]) -> None:
-        self._kinds.append(kind)
+    def _mlp(self, mlp: Mlp, y: int, result: int) -> None:
+        buffers, kernel, x = self._buffers, self._kernel, self._buffers.x.data_ptr()
+        width, act = _width(mlp.gate_up) // 2, buffers.act.data_ptr()
+        if self._takes_levels(mlp.down):
+            gate_up = buffers.gate_up_wide.data_ptr()
+            wide, levels = buffers.wide.data_ptr(), buffers.levels.data_ptr()
+            self._multiply("gate, up", mlp.gate_up, x, gate_up, WIDE)
+            self._add("SiLU", kernel.silu_levels, gate_up, wide, levels, width)
+        else:
+            gate_up = buffers.gate_up.data_ptr()
+            self._multiply("gate, up", mlp.gate_up, x, gate_up, ROUNDED)
+            self._add("SiLU", kernel.silu_multiply, gate_up, act, width)
+        self._multiply("down", mlp.down, act, y, result)
+
+    def _takes_levels(self, linear: Linear) -> bool:
+        return self._few_bits and linear.quantised is not None
+
+    def _call(self, kind: str, call: tuple[int, int], *, is_small: bool = False) -> None:
+        self.kinds.append(kind)
         self._calls.append(call)
+        self._are_small.append(is_small)
 
     def _add(self, kind: str, address: int, *arguments: int) -> None:
         """One of the small kernels."""
         row = self._small[self._num_small]
         self._num_small += 1
-        values = (*self._kernel.first(0, self._threads), *arguments)
-        row[: len(values)] = values
-        self._call(kind, (address, row.ctypes.data))
+        row[3 : 3 + len(arguments)] = arguments
+        self._call(kind, (address, row.ctypes.data), is_small=True)
 
-    def _multiply(self, kind: str, linear: Linear, x: int, y: int) -> None:
-        """A product, with the form of the weight that this program takes."""
+    def _multiply(self, kind: str, linear: Linear, x: int, y: int, result: int) -> None:
+        """A product, with the form of the weight that this program takes; x in that form's."""
         row = self._products[self._num_products]
         self._num_products += 1
-        quantised = linear.quantised
-        if quantised is not None and self._few_bits:
-            self._call(kind, quantised.call(x, self._sums, y, row))
+        if self._few_bits and linear.quantised is not None:
+            levels = self._buffers.levels.data_ptr()
+            self._call(kind, linear.quantised.call(levels, y, row, result))
         else:
             assert linear.few_rows is not None
-            self._call(kind, linear.few_rows.call(x, y, row))
+            self._call(kind, linear.few_rows.call(x, y, row, result))
 
 
 def _width(linear: Linear) -> int:

@@ -22,7 +22,7 @@ from twostroke.model.registry import load_model
 from twostroke.testing.tiny_model import write_tiny_checkpoint
 
 needs_kernel = pytest.mark.skipif(
-    not few_rows_quantised.works(), reason="the processor has no AVX512-BF16"
+    not few_rows_quantised.works(), reason="the processor has no AVX512-VNNI"
 )
 
 
@@ -96,8 +96,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @needs_kernel
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("bits", "minima"), [(4, True), (4, False), (8, False)])
-@pytest.mark.parametrize(("out", "width"), [(64, 32), (192, 576)])
+@pytest.mark.parametrize(("bits", "minima"), [(4, True), (4, False), (8, False), (8, True)])
+@pytest.mark.parametrize(("out", "width"), [(64, 32), (192, 576), (128, 1536)])
 def test_the_product_is_that_of_the_dequantised_weight(
     out: int, width: int, bits: int, minima: bool, bias: bool
 ) -> None:
@@ -108,11 +108,57 @@ def test_the_product_is_that_of_the_dequantised_weight(
     expected = x.double() @ weight.dequantised().double().T
     if b is not None:
         expected += b.double()
-    bound = 1e-6 * (x.double().abs() @ weight.dequantised().double().abs().T).max()
-    for rows in (0, 1, 2, 5, 6, 7, 20):
+    # Half a step of x as integers of 15 bits, and the order of sums.
+    step = x.double().view(20, -1, GROUP).abs().amax(-1) / (127 * 128)
+    rounding = 0.5 * step.repeat_interleave(GROUP, 1)
+    weights = weight.dequantised().double().abs().T
+    bound = ((1.01 * rounding + 1e-6 * x.double().abs()) @ weights).max()
+    for rows in (0, 1, 2, 3, 4, 7, 20):
         wide = kernel.into(torch.empty(rows, out), x[:rows])
         assert rows == 0 or (wide - expected[:rows]).abs().max() <= bound
         assert torch.equal(kernel(x[:rows]), wide.bfloat16()), "rounded from the same sums"
+
+
+@needs_kernel
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_levels_hold_exactly_is_multiplied_exactly(bits: int) -> None:
+    weight = random_weight(bits, 64, 96, minima=bits == 4)
+    x = torch.randint(-127 * 128, 127 * 128 + 1, (3, 96)).float()
+    x[:, ::GROUP] = 127 * 128  # so that the scale is 1
+    y = QuantisedRows(weight, None).into(torch.empty(3, 64), x)
+    expected = x.double() @ weight.dequantised().double().T
+    assert (y - expected).abs().max() < 1e-6 * (x.abs() @ weight.dequantised().abs().T).max()
+
+
+@needs_kernel
+def test_minima_of_minus_eight_scales_need_not_be_read() -> None:
+    weight = random_weight(4, 128, 64, minima=True)
+    q4_0 = QuantisedWeight(4, weight.values, weight.scales, weight.scales * -8)
+    x = random(2, 64, seed=1)
+    kernel = QuantisedRows(q4_0, None)
+    assert kernel.nbytes < QuantisedRows(weight, None).nbytes
+    y = kernel.into(torch.empty(2, 128), x)
+    torch.testing.assert_close(y, x @ q4_0.dequantised().T, atol=1e-3, rtol=1e-3)
+
+
+@needs_kernel
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_seen_in_every_result(value: float) -> None:
+    x = random(2, 64)
+    x[0, 40] = value
+    y = QuantisedRows(random_weight(4, 64, 64, minima=True), None).into(torch.empty(2, 64), x)
+    assert not y[0].isfinite().any()
+    assert y[1].isfinite().all()
+
+
+@needs_kernel
+def test_zeros_and_what_is_next_to_them() -> None:
+    weight = random_weight(8, 64, 64, minima=False)
+    x = torch.zeros(2, 64)
+    x[1, 3], x[1, 40] = 1e-35, 1e-20
+    y = QuantisedRows(weight, None).into(torch.empty(2, 64), x)
+    assert torch.equal(y[0], torch.zeros(64))
+    torch.testing.assert_close(y[1], x[1] @ weight.dequantised().T, atol=0, rtol=1e-3)
 
 
 @needs_kernel

@@ -11,7 +11,7 @@ import torch
 from tests.cpu.worker.driving import Driver, Request, small_config
 from twostroke.checkpoint import open_checkpoint
 from twostroke.errors import ConfigError
-from twostroke.model.few_rows_quantised import works
+from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS, works
 from twostroke.testing.tiny_model import write_tiny_checkpoint
 from twostroke.worker import runner as runner_module
 from twostroke.worker.few_tokens import FewTokens, few_tokens
@@ -50,12 +50,11 @@ def inputs_of(counts: list[int], seed: int) -> StepInputs:
     )
 
 
-@pytest.mark.parametrize("quantization", ["none", "int4", "int8"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_bit_is_that_of_the_layers(directory: Path, threads: int, quantization: str) -> None:
+def test_every_bit_is_that_of_the_layers(directory: Path, threads: int) -> None:
     if threads > len(os.sched_getaffinity(0)):
         pytest.skip(f"fewer than {threads} cores")
-    runner = make_runner(directory, threads, quantization=quantization)
+    runner = make_runner(directory, threads)
     if runner.few_tokens is None:
         pytest.skip("no kernel for few rows on this processor")
     before = torch.get_num_threads()
@@ -72,6 +71,43 @@ def test_every_bit_is_that_of_the_layers(directory: Path, threads: int, quantiza
             runner.few_tokens = few_tokens(runner.model, runner.attention)
             assert torch.equal(*together), f"rows of {counts}"
             assert torch.equal(*pools), f"KV of rows of {counts}"
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_few_bits_are_what_the_layers_give_but_for_roundings(
+    directory: Path, threads: int, quantization: str
+) -> None:
+    if threads > len(os.sched_getaffinity(0)):
+        pytest.skip(f"fewer than {threads} cores")
+    runner = make_runner(directory, threads, quantization=quantization)
+    if runner.few_tokens is None or not works():
+        pytest.skip("no kernel for few bits on this processor")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        step = inputs_of([1, 1, MAX_QUANTISED_ROWS - 2], 0)
+        program, found = runner.few_tokens, []
+        for few in (program, program, None):
+            runner.few_tokens = few
+            runner.kv_pool.zero_()
+            found.append((runner.forward(step).clone(), runner.kv_pool.clone()))
+        (hidden, kv), again, (expected, expected_kv) = found
+        assert torch.equal(hidden, again[0])
+        torch.testing.assert_close(hidden, expected, atol=0.05, rtol=0.05)
+        torch.testing.assert_close(kv, expected_kv, atol=0.05, rtol=0.05)
+        runner.few_tokens = program
+        alone = StepInputs(
+            token_ids=step.token_ids[1:2],
+            positions=step.positions[1:2],
+            query_start=np.array([0, 1], np.int32),
+            num_computed=step.num_computed[1:2],
+            block_tables=step.block_tables[1:2],
+        )
+        runner.kv_pool.zero_()
+        assert torch.equal(runner.forward(alone)[0], hidden[1]), "neighbours change nothing"
     finally:
         torch.set_num_threads(before)
 

@@ -1,0 +1,71 @@
+"""The order of a program's calls, on one thread, on several, and on more than there are cores."""
+
+import ctypes
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from twostroke.model.elementwise import kernels
+
+pytestmark = pytest.mark.skipif(kernels() is None, reason="numba cannot be imported")
+
+_Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+NUM_CALLS = 12
+
+
+class Recorder:
+    """Calls that write down their number, one at a time: it takes Python's lock."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self._functions = [_Function(self._noting(number)) for number in range(NUM_CALLS)]
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in self._functions]
+        self.calls = [(address or 0, 0) for address in addresses]
+
+    def _noting(self, number: int) -> Callable[[int | None], None]:
+        return lambda _argument: self.seen.append(number)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("alone", [[], [0], [3, 4, NUM_CALLS - 1], list(range(NUM_CALLS))])
+def test_calls_run_in_order_on_all_threads_or_on_one(threads: int, alone: list[int]) -> None:
+    from twostroke.model.program import Program
+
+    recorder = Recorder()
+    program = Program(recorder.calls)
+    assert program.num_threads in (1, threads)
+    times = dict.fromkeys(range(NUM_CALLS), program.num_threads) | dict.fromkeys(alone, 1)
+    is_alone = np.isin(np.arange(NUM_CALLS), alone)
+    program.share(is_alone, False)
+    for _ in range(20):
+        recorder.seen.clear()
+        program.run()
+        assert recorder.seen == sorted(recorder.seen), "each waits for the one before"
+        assert Counter(recorder.seen) == times
+    program.share(is_alone, True)
+    recorder.seen.clear()
+    program.run()
+    assert Counter(recorder.seen) == dict.fromkeys(range(NUM_CALLS), program.num_threads)
+
+
+def test_times_add_up_to_no_more_than_the_run(threads: int) -> None:
+    from twostroke.model.program import Program
+
+    recorder = Recorder()
+    program = Program(recorder.calls)
+    start_s = time.perf_counter()
+    seconds = program.run_timed()
+    assert len(seconds) == NUM_CALLS
+    assert (seconds > 0).all()
+    assert seconds.sum() <= time.perf_counter() - start_s
