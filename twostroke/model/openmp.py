@@ -14,7 +14,7 @@ def load_openmp() -> ctypes.CDLL | None:
     """The OpenMP runtime that torch has loaded, when it has GNU's entry points (Linux).
 
     `GOMP_parallel(function, argument, threads, flags)` runs a C function with that argument on
-    every thread, and returns when all have; `GOMP_barrier()` lets them wait for each other inside.
+    every thread, and returns when all have; for how they wait for each other, see `barrier`.
     """
     try:
         maps = Path("/proc/self/maps").read_text()
@@ -25,7 +25,7 @@ def load_openmp() -> ctypes.CDLL | None:
     for path in sorted(paths, key=lambda path: not path.startswith(folder)):
         if Path(path).name.startswith(("libgomp", "libomp", "libiomp")):
             library = ctypes.CDLL(path)
-            if hasattr(library, "GOMP_parallel") and hasattr(library, "GOMP_barrier"):
+            if hasattr(library, "GOMP_parallel"):
                 parallel = library.GOMP_parallel
                 parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
                 parallel.restype = None

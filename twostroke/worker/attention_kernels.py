@@ -32,10 +32,11 @@ from numba import types
 from numba.extending import intrinsic
 
 from twostroke.messages import Int32s
+from twostroke.model import barrier as barrier_file
 from twostroke.model import compiled as compiled_file
+from twostroke.model.barrier import meet
 from twostroke.model.compiled import (
     address_of,
-    call,
     floats,
     inner,
     pointer,
@@ -75,7 +76,7 @@ class Arguments(ctypes.Structure):
             # fixed: the pool, its strides in bytes, and sizes
             *("pool", "block_bytes", "layer_bytes", "side_bytes", "head_bytes", "row_bytes"),
             *("block_size", "num_kv_heads", "group", "num_units", "padded", "width"),
-            # fixed: address of the float32 scale * log2(e); the OpenMP barrier (0: one thread);
+            # fixed: address of the float32 scale * log2(e); a Barrier (0: one thread);
             # scratch, one piece a thread
             *("scale", "barrier", "scratch", "scratch_bytes"),
             # of a step: int32 arrays, see attention_plan; float32 partials
@@ -101,7 +102,7 @@ def scratch_floats(width: int, num_rows: int) -> int:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _CACHE = use_kernel_cache(
     *(__file__, attention_plan.__file__, attention_emit.__file__, attention_simd.__file__),
-    compiled_file.__file__,
+    *(compiled_file.__file__, barrier_file.__file__),
 )
 
 
@@ -346,7 +347,7 @@ def _attend(like: Any) -> None:
             _write_token(like, a, token)
         first = take_ticket(writes) * WRITE_TOKENS
     if a.barrier:
-        call(a.barrier)
+        meet(a.barrier)
 
     items = _int32s(a.items, a.num_items, ITEM_COLUMNS)
     i = take_ticket(work)
@@ -357,7 +358,7 @@ def _attend(like: Any) -> None:
     if a.num_merges == 0:
         return
     if a.barrier:
-        call(a.barrier)
+        meet(a.barrier)
 
     parts = _int32s(a.merges, a.num_merges, MERGE_COLUMNS)
     i = take_ticket(merges)

@@ -11,6 +11,7 @@ from numba import types
 from torch import Tensor
 
 from twostroke.messages import Int32s
+from twostroke.model.barrier import Barrier
 from twostroke.model.openmp import load_openmp
 from twostroke.worker.attention import PagedAttention
 from twostroke.worker.attention_emit import LANES
@@ -88,7 +89,7 @@ class NumbaAttention(PagedAttention):
         self._scale = np.array([scale * math.log2(math.e)], np.float32)
         self._tickets = np.zeros(TICKETS * _CACHE_LINE // 8, np.int64)
         block, layer, side, head, row, _ = (stride * itemsize for stride in pool.stride())
-        barrier = ctypes.cast(openmp.GOMP_barrier, ctypes.c_void_p).value if openmp else 0
+        self._barrier = Barrier(openmp)
         self._arguments = Arguments(
             pool=pool.data_ptr(),
             block_bytes=block,
@@ -103,7 +104,7 @@ class NumbaAttention(PagedAttention):
             padded=padded,
             width=planes * padded,
             scale=self._scale.ctypes.data,
-            barrier=barrier if self._num_threads > 1 else 0,
+            barrier=self._barrier.address if self._num_threads > 1 else 0,
             scratch=self._scratch.ctypes.data,
             scratch_bytes=self._scratch.strides[0],
             tickets=self._tickets.ctypes.data,
