@@ -124,7 +124,7 @@ class Sampler:
             raw = torch.log_softmax(logits.index_select(0, rows), -1)
         self._edit(logits, seats, outputs, drafts)
         tokens = argmax(logits)
-        sound: Bools = torch.isfinite(logits.gather(-1, tokens[:, None])[:, 0]).cpu().numpy()
+        sound = _are_finite(logits, tokens)
         drawn = np.flatnonzero(sound & (self._temperature[seats] >= GREEDY_BELOW))
         if len(drawn):
             rows, theirs = torch.from_numpy(drawn).to(self._device), seats[drawn]
@@ -196,6 +196,16 @@ def argmax(logits: Tensor) -> Tensor:
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(-1))  # ten times as fast as torch's
     return logits.argmax(-1)
+
+
+def _are_finite(logits: Tensor, tokens: Tensor) -> Bools:
+    """Whether each row's logit of its token is a number."""
+    if logits.device.type == "cpu":  # a third of the time of torch's calls
+        found = logits.numpy()[np.arange(len(tokens)), tokens.numpy()]
+    else:
+        found = logits.gather(-1, tokens[:, None])[:, 0].cpu().numpy()
+    finite: Bools = np.isfinite(found)
+    return finite
 
 
 class _Penalties:
