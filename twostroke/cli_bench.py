@@ -68,13 +68,15 @@ def bench_throughput(flags: EngineFlags, options: ThroughputOptions, json: Json 
 def bench_step(flags: EngineFlags, options: StepOptions, json: Json = False) -> None:
     """Show where the time of a worker's step goes, kernel by kernel, beside the machine's limit."""
     import os
+    import sys
 
+    from twostroke.proc.start import CHILD_ENVIRONMENT
+
+    if CHILD_ENVIRONMENT.keys() - os.environ.keys():  # read when a process begins, so begin again
+        os.execve(sys.executable, sys.orig_argv, CHILD_ENVIRONMENT | os.environ)
     settings, _ = flags.resolve()
     from twostroke import checkpoint
     from twostroke.bench import report, step_report
-    from twostroke.proc.start import CHILD_ENVIRONMENT
-
-    os.environ |= CHILD_ENVIRONMENT | os.environ  # before torch is imported
     from twostroke.proc.step_timing import StepTimer
 
     with _progress_bar() as bar:
