@@ -54,9 +54,9 @@ from twostroke.model.tile_ir import (
     tail_of,
 )
 
-# Above, turning 4 bits into numbers takes longer than reading 16: see benchmarks/linear.py.
-MAX_QUANTISED_ROWS = 4
-_MAX_TILE_ROWS = 3  # x 4 vectors x 2 levels are accumulated in 24 of 32 registers
+# Above, arithmetic of two levels takes longer than reading 16 bits: see benchmarks/linear.py.
+MAX_QUANTISED_ROWS = 6
+_MAX_TILE_ROWS = 2  # x 4 vectors x (2 levels + the total) are in 24 of 32 registers; 3 would spill
 _NUMBER_BYTES = OUTPUTS * 2  # a float16 for each output
 
 

@@ -31,6 +31,7 @@ from twostroke.worker.attention import PagedAttention
 if TYPE_CHECKING:
     from twostroke.worker.attention_numba import NumbaAttention
 
+_FIRST_ROTATIONS = 2048  # positions whose rotations are computed at once
 _SHARED_TOKENS = 4  # from here on, what is between the products is shared by the threads
 
 
@@ -72,6 +73,7 @@ class FewTokens:
         self.seconds_by_kind: defaultdict[str, float] | None = None
         self._model = model
         self._buffers = _Buffers(model)
+        self._known_rotations = model.rotary.rotations(torch.arange(_FIRST_ROTATIONS))
         self._attention = attention.program(self._buffers.qkv, self._buffers.attended)
         self._programs = [
             (most, _Table(model, self._buffers, self._attention.calls, few_bits))
@@ -85,7 +87,7 @@ class FewTokens:
         """
         count, buffers = len(token_ids), self._buffers
         buffers.h[:count] = self._model.embed(token_ids)
-        buffers.rotations[:count] = self._model.rotary.rotations(positions)
+        buffers.rotations[:count] = self._rotations(positions)
         self._attention.begin()
         table = self._table(count)
         table.begin(count)
@@ -95,6 +97,14 @@ class FewTokens:
             for kind, seconds in zip(table.kinds, table.program.run_timed().tolist(), strict=True):
                 self.seconds_by_kind[kind] += seconds
         return buffers.x[:count]
+
+    def _rotations(self, positions: Tensor) -> Tensor:
+        """Those of `Rotary`, kept: computing a few anew takes six operations of torch."""
+        needed = int(positions.max()) + 1
+        if needed > len(self._known_rotations):
+            every = torch.arange(2 * needed, device=positions.device)
+            self._known_rotations = self._model.rotary.rotations(every)
+        return self._known_rotations[positions]
 
     def calls_by_kind(self, num_tokens: int) -> Counter[str]:
         """How many kernels of each kind a step of that many tokens runs."""
