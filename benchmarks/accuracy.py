@@ -1,6 +1,6 @@
 """What each number format costs in accuracy and brings in speed, side by side.
 
-    python benchmarks/accuracy.py [MODEL] [--formats float32,bfloat16,as-stored,int8,int4] [--json]
+    python benchmarks/accuracy.py [MODEL] [--formats NAME,...] [--json]
 
 Perplexity is over accuracy.txt, in steps of at most 4 tokens, so that weights of few bits are used
 throughout (larger steps multiply in bfloat16). 20 pieces of the text are continued greedily by 64
@@ -29,6 +29,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "as-stored": {"dtype": "bfloat16", "quantization": "auto"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int8-kv": {"dtype": "bfloat16", "quantization": "none", "kv_cache_dtype": "int8"},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=5)
 

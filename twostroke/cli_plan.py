@@ -26,7 +26,7 @@ def plan(
         str, typer.Option(help="network of one GPU: 50GB/s or 400Gb/s; default: the GPU's usual")
     ] = "",
     dtype: Annotated[str, typer.Option(help="of weights: bfloat16, float16, float8")] = "bfloat16",
-    kv_cache_dtype: Annotated[str, typer.Option(help="bfloat16, float16, float8")] = "bfloat16",
+    kv_cache_dtype: Annotated[str, typer.Option(help="or float16, float8, int8")] = "bfloat16",
     max_num_seqs: Annotated[int, typer.Option(min=1)] = 512,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1)] = 8192,
     gpu_memory_utilization: Annotated[float, typer.Option()] = 0.9,

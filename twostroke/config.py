@@ -109,6 +109,9 @@ class EngineConfig:
     )
     kv_cache_memory_bytes: int = _setting(0, "size of each worker's KV pool; 0: derived", minimum=0)
     num_gpu_blocks_override: int = _setting(0, "number of KV blocks; 0: derived", minimum=0)
+    kv_cache_dtype: Literal["auto", "int8"] = _setting(
+        "auto", "type of KV: the model's, or 8 bits with a scale a token and head (on a CPU)"
+    )
     enable_prefix_caching: bool = _setting(True, "reuse the KV of equal prefixes")
     # scheduling
     max_model_len: int = _setting(0, "longest prompt plus output; 0: the model's", minimum=0)

@@ -23,7 +23,15 @@ from twostroke.arrays import Int32s
 LAYOUT_VERSION = 1
 TRANSFER_ID_BYTES = 16
 LEASE_ENDED = "the lease ended before all was read"  # an error of loads, apart from the network's
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+# A row is one token's keys, or values, of one head. In int8 a float32 follows, the row's scale, so
+# that it goes wherever the row goes.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
+SCALE_BYTES = {"int8": 4}
+
+
+def row_bytes(dtype: str, head_dim: int) -> int:
+    """Bytes of a row of a KV pool. Of an unknown type, which nobody reads: as of 16 bits."""
+    return head_dim * DTYPE_BYTES.get(dtype, 2) + SCALE_BYTES.get(dtype, 0)
 
 
 class KvLayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +55,7 @@ class KvLayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of KV that one token takes in the whole engine."""
-        heads = self.num_layers * 2 * self.num_kv_heads * self.head_dim
-        return heads * _ITEM_BYTES.get(self.dtype, 2)
+        return self.num_layers * 2 * self.num_kv_heads * row_bytes(self.dtype, self.head_dim)
 
 
 class KvEndpoint(msgspec.Struct, frozen=True, kw_only=True):

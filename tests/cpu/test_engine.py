@@ -18,6 +18,7 @@ from twostroke.clock import WallClock
 from twostroke.config import EngineConfig, SchedulerConfig
 from twostroke.core.loop import EngineCore
 from twostroke.messages import AddRequest, SamplingParams
+from twostroke.worker.attention_emit import HAS_DOTS
 from twostroke.worker.executor import ThreadExecutor
 
 MAX_MODEL_LEN = 96
@@ -131,6 +132,31 @@ def test_preempted_requests_get_the_same_tokens(executor: ThreadExecutor) -> Non
     for one in requests:
         alone, _ = run(executor, [one])
         assert tokens[one.handle] == alone[one.handle]
+
+
+@pytest.mark.skipif(not HAS_DOTS, reason="the processor has no AVX512-BF16")
+def test_with_kv_in_int8_a_prefix_hit_and_a_preemption_change_no_token(tiny_dir: Path) -> None:
+    config = EngineConfig(
+        model=str(tiny_dir),
+        device="cpu",
+        dtype="bfloat16",
+        kv_cache_dtype="int8",
+        block_size=BLOCK_SIZE,
+        max_num_seqs=8,
+        max_model_len=MAX_MODEL_LEN,
+        num_gpu_blocks_override=NUM_BLOCKS,
+    )
+    executor = ThreadExecutor(config, open_checkpoint(tiny_dir))
+    same = [(5 * i) % 23 for i in range(20)]
+    requests = [request(i, [*same, *[i] * 4], 30) for i in range(6)]
+    tokens, core = run(executor, requests, num_blocks=20)
+    stats = core.stats()
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_hits > 0
+    for one in requests:
+        alone, _ = run(executor, [one], enable_prefix_caching=False)
+        assert tokens[one.handle] == alone[one.handle]
+    executor.shutdown()
 
 
 def test_a_seed_gives_the_same_tokens_whatever_else_runs(executor: ThreadExecutor) -> None:

@@ -17,12 +17,11 @@ from twostroke.advice.observation import UNKNOWN, Observation
 from twostroke.advice.verdict import Verdict
 from twostroke.advice.verdicts import WORTH_CHANGING, judge
 from twostroke.clock import Clock
-from twostroke.kv_messages import KvEndpoint, KvLink
+from twostroke.kv_messages import KvEndpoint, KvLink, row_bytes
 from twostroke.messages import EngineOutputs, EngineReady
 
 Role = Literal["prefill", "decode", "both"]
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FEWEST_STEPS = 30  # with different batches, for a slope over them
 
 
@@ -269,8 +268,7 @@ class Advisor:
             it = layouts[0]
             tp = it.tensor_parallel_size
             heads = tp * max(1, -(-it.num_kv_heads // tp))
-            element = DTYPE_BYTES.get(it.dtype, 1)
-            facts["kv_token_bytes"] = 2.0 * it.num_layers * heads * it.head_dim * element
+            facts["kv_token_bytes"] = 2.0 * it.num_layers * heads * row_bytes(it.dtype, it.head_dim)
             facts |= {"decode_tp": float(tp), "num_kv_heads": float(it.num_kv_heads)}
         return facts
 

@@ -26,8 +26,14 @@ import numpy as np
 
 from twostroke.arrays import Int64s
 from twostroke.connector.base import TransferError
-from twostroke.kv.sizing import DTYPE_BYTES, KvLayout
-from twostroke.kv_messages import TRANSFER_ID_BYTES, KvLayoutRecord, KvLoad
+from twostroke.kv.sizing import KvLayout
+from twostroke.kv_messages import (
+    DTYPE_BYTES,
+    TRANSFER_ID_BYTES,
+    KvLayoutRecord,
+    KvLoad,
+    row_bytes,
+)
 
 # What must be equal, and what it is called.
 _EQUAL = {
@@ -145,7 +151,7 @@ class _Rank:
             num_heads=max(1, heads // ranks),
             num_layers=record.num_layers,
             block_size=record.block_size,
-            row_bytes=record.head_dim * DTYPE_BYTES[record.dtype],
+            row_bytes=row_bytes(record.dtype, record.head_dim),
         )
 
     @property

@@ -6,7 +6,7 @@ layers is one contiguous piece of memory (a transfer moves whole blocks).
 
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1}
+from twostroke.kv_messages import DTYPE_BYTES, row_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,14 @@ class KvLayout:
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """(layer, 2, kv_head, slot, head_dim) of one block on one rank."""
-        return (self.num_layers, 2, self.kv_heads_per_rank, self.block_size, self.head_dim)
+        """(layer, 2, kv_head, slot, elements of a row) of one block on one rank."""
+        elements = row_bytes(self.dtype, self.head_dim) // DTYPE_BYTES[self.dtype]
+        return (self.num_layers, 2, self.kv_heads_per_rank, self.block_size, elements)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of the model's KV per token and rank, over all layers."""
-        per_layer = 2 * self.kv_heads_per_rank * self.head_dim * DTYPE_BYTES[self.dtype]
+        per_layer = 2 * self.kv_heads_per_rank * row_bytes(self.dtype, self.head_dim)
         return self.num_layers * per_layer
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 from twostroke.arrays import Float64s
 from twostroke.cost import StepCost
 from twostroke.errors import ConfigError
-from twostroke.kv.sizing import DTYPE_BYTES
+from twostroke.kv_messages import DTYPE_BYTES
 from twostroke.plan.layout import Demand
 from twostroke.shape import ModelShape
 from twostroke.twin.hardware import Hardware, find_gpu

@@ -45,7 +45,7 @@ class StepTimer:
         """Read bandwidth of all threads, and the peak of matrix products in the model's type."""
         data = torch.ones(_READ_BYTES // 4)
         read_s = _median_s(lambda: data.sum())
-        dtype = self.runner.kv_pool.dtype
+        dtype = self.runner.attention.dtype
         x = torch.randn(_PRODUCT, _PRODUCT).to(dtype)
         product = Linear(torch.randn(_PRODUCT, _PRODUCT).to(dtype))
         return Ceilings(

@@ -7,7 +7,8 @@ from typing import Any, get_args
 from twostroke.config import SchedulerConfig
 from twostroke.cost import BandwidthCurve, HostCost, StepCost
 from twostroke.errors import ConfigError
-from twostroke.kv.sizing import DTYPE_BYTES, KvLayout
+from twostroke.kv.sizing import KvLayout
+from twostroke.kv_messages import DTYPE_BYTES
 from twostroke.router.dispatch import DispatchSettings, Role
 from twostroke.shape import ModelShape, parallel_sizes
 from twostroke.twin.hardware import Hardware, find_gpu
@@ -30,8 +31,9 @@ def scenario_of(options: TwinOptions) -> Scenario:
             "no workload is given", hint="as --workload poisson:65/s,in=8192,out=1024,n=325"
         )
     shape, gpu = find_shape(options.model), find_gpu(options.gpu)
-    if options.dtype not in DTYPE_BYTES:
-        raise ConfigError(f"--dtype is {options.dtype!r}; choices: {', '.join(DTYPE_BYTES)}")
+    for flag, dtype in (("--dtype", options.dtype), ("--kv-cache-dtype", options.kv_cache_dtype)):
+        if dtype not in DTYPE_BYTES:
+            raise ConfigError(f"{flag} is {dtype!r}; choices: {', '.join(DTYPE_BYTES)}")
     roles: tuple[Role, ...] = ("prefill", "decode", "both")
     asked: list[tuple[Role, Engines]] = [
         (role, parse_engines(f"--{role}", text))
@@ -109,6 +111,7 @@ class _Sizer:
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
+            dtype=options.kv_cache_dtype,
             block_size=options.block_size,
             tensor_parallel_size=engines.tp,
         )
@@ -146,12 +149,15 @@ class _Sizer:
             max_num_seqs=options.max_num_seqs,
             block_size=options.block_size,
             dtype=options.dtype,
+            kv_dtype=options.kv_cache_dtype,
         ).num_blocks
 
     def _cost(self, parallel: Parallel) -> tuple[StepCost, HostCost]:
         options = self._options
         if options.cost == "roofline":
-            return Roofline(self._shape, self._gpu, parallel, dtype=options.dtype), HostCost()
+            dtype, kv_dtype = options.dtype, options.kv_cache_dtype
+            cost = Roofline(self._shape, self._gpu, parallel, dtype=dtype, kv_dtype=kv_dtype)
+            return cost, HostCost()
         if options.cost == "aic":
             from twostroke.twin.aic import AicStepCost
 

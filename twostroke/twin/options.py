@@ -37,6 +37,7 @@ class TwinOptions:
     pd_policy: str = _option("always", "always, cost, or never hand over")
     cost: str = _option("roofline", "of steps: roofline, aic, or a file of twostroke profile")
     dtype: str = _option("bfloat16", "of weights")
+    kv_cache_dtype: str = _option("bfloat16", "of KV: also float16, float8, int8 with its scales")
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory that may be used")
     kv_gib: float = _option(0.0, "GiB of KV a GPU; 0: what weights leave", minimum=0)
     block_size: int = _option(16, "tokens of a KV block", minimum=1)

@@ -26,7 +26,8 @@ import numpy as np
 from twostroke.arrays import Float64s
 from twostroke.cost import StepColumns, StepWork
 from twostroke.errors import ConfigError
-from twostroke.kv.sizing import DTYPE_BYTES, KvLayout
+from twostroke.kv.sizing import KvLayout
+from twostroke.kv_messages import DTYPE_BYTES
 from twostroke.shape import ModelShape
 from twostroke.twin.hardware import Hardware
 

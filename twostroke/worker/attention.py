@@ -7,6 +7,9 @@ step's tokens into the pool, then attends: the query at position p sees position
 row, and nothing else is read into a result (stale or undefined memory in other blocks, and
 in the unused slots of a row's last block, may hold anything, NaN included).
 
+A pool of int8 has rows of head_dim numbers and, in 4 more, a float32: the scale of the row. What
+comes in and goes out is bfloat16 then.
+
     row i:  tokens query_start[i] .. query_start[i+1]-1  of q, k and v
             at positions num_computed[i], num_computed[i]+1, ...
             position p lives in block block_tables[i, p // block_size], slot p % block_size
@@ -24,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from twostroke.errors import ConfigError
+from twostroke.kv_messages import SCALE_BYTES
 from twostroke.messages import Int32s
 
 # Decode rows are attended in batches of similar length. A batch gathers a copy of its keys and
@@ -47,7 +52,9 @@ class PagedAttention(ABC):
         self.num_kv_heads = pool.shape[3]
         self.group = num_heads // self.num_kv_heads
         self.block_size = pool.shape[4]
-        self.head_dim = pool.shape[5]
+        # Of what comes in and goes out.
+        self.dtype = torch.bfloat16 if pool.dtype == torch.int8 else pool.dtype
+        self.head_dim = pool.shape[5] - (SCALE_BYTES["int8"] if pool.dtype == torch.int8 else 0)
         self.scale = scale
 
     @abstractmethod
@@ -60,18 +67,39 @@ class PagedAttention(ABC):
 
     @abstractmethod
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One layer: `q` [T, H, D], `k` and `v` [T, kv heads, D], rotated, of the pool's dtype.
+        """One layer: `q` [T, H, D], `k` and `v` [T, kv heads, D], rotated, of `dtype`.
 
         Returns [T, H*D], of the same dtype.
         """
+
+
+NO_INT8_HINT = "leave --kv-cache-dtype at auto"
+
+
+def why_no_int8(device: torch.device, dtype: torch.dtype, head_dim: int = 2) -> str:
+    """Why keys and values of `dtype` cannot be kept in int8; empty if they can."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        why = f"the model runs in {name} on {device.type}; it goes with bfloat16 on a CPU"
+    else:
+        try:
+            from twostroke.worker.attention_numba import why_no_int8 as of_kernels
+        except ImportError as error:
+            why = f"numba cannot be imported: {error}"
+        else:
+            why = of_kernels(head_dim)
+    return why
 
 
 def make_attention(pool: Tensor, num_heads: int, scale: float) -> PagedAttention:
     """The best attention for the pool's device: compiled kernels on a CPU, torch elsewhere.
 
     The first use of an element type compiles for some seconds; the result is kept in the user's
-    cache directory. Where numba cannot be imported, torch it is.
+    cache directory. Where numba cannot be imported, torch it is. Raises ConfigError for a pool of
+    int8 where that does not work.
     """
+    if pool.dtype == torch.int8 and (why := why_no_int8(pool.device, torch.bfloat16)):
+        raise ConfigError(f"the KV pool is of int8, but {why}", hint=NO_INT8_HINT)
     if pool.device.type == "cpu":
         try:
             from twostroke.worker.attention_numba import NumbaAttention
@@ -107,6 +135,11 @@ class TorchAttention(PagedAttention):
 
     After `plan`, nothing here waits for the device. It copies the contexts that it reads.
     """
+
+    def __init__(self, pool: Tensor, num_heads: int, scale: float) -> None:
+        super().__init__(pool, num_heads, scale)
+        if pool.dtype == torch.int8:
+            raise ValueError("plain torch does not read a pool of int8")
 
     def plan(self, query_start: Int32s, num_computed: Int32s, block_tables: Int32s) -> None:
         counts = np.diff(query_start)

@@ -27,12 +27,30 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_AVX512 = bool(binding.get_host_cpu_features().get("avx512f", False))
+_FEATURES = binding.get_host_cpu_features()
+_AVX512 = bool(_FEATURES.get("avx512f", False))
+# Products of pairs of 16-bit numbers (see attention_dots).
+HAS_DOTS = all(_FEATURES.get(name, False) for name in ("avx512bw", "avx512vnni", "avx512bf16"))
 # Accumulators must stay in registers: 24 of 32 with AVX-512, 12 of 16 with AVX2 (NEON: 24 of 32).
 LANES = 16 if _AVX512 else 8
 MAX_ROWS = 6 if _AVX512 else 3
 
+
+class _BFloatType(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloatType)
+
+    def __hash__(self) -> int:
+        return hash(_BFloatType)
+
+
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_BF16S = ir.VectorType(_BFloatType(), 2 * LANES)
 _FLOATS = ir.VectorType(_F32, LANES)
 _UNITS = ir.VectorType(_I32, LANES)
 Value: TypeAlias = Any  # of llvmlite, which has no types
@@ -40,6 +58,8 @@ Value: TypeAlias = Any  # of llvmlite, which has no types
 # 2**x on [-0.5, 0.5], lowest power first: least relative error in float32 at degree 5
 # with 2**0 exactly 1: 9.1e-08.
 _EXP2 = (1.0, 0.693146978, 0.240222421, 0.0555073377, 0.00967151277, 0.00132647151)
+# The same on [0, 1] at degree 3, for results that are rounded to bfloat16 (2e-3): 8.6e-05.
+_EXP2_ROUGH = (1.0, 0.695116790, 0.227644975, 0.0770670552)
 
 
 def planes_of(dtype: types.Type) -> int:
@@ -48,6 +68,10 @@ def planes_of(dtype: types.Type) -> int:
 
 class Emitter:
     """Emits vector operations at the builder's position, for one element type."""
+
+    integers = _UNITS
+    words = ir.VectorType(ir.IntType(16), LANES)  # pairs of bytes
+    bytes = ir.VectorType(ir.IntType(8), 2 * LANES)
 
     def __init__(self, builder: ir.IRBuilder, dtype: types.Type) -> None:
         self.builder = builder
@@ -59,16 +83,19 @@ class Emitter:
     def const(self, value: int) -> Value:
         return ir.Constant(_I64, value)
 
-    def splat(self, value: Value) -> Value:
-        vector = ir.VectorType(value.type, LANES)
+    def splat(self, value: Value, lanes: int = LANES) -> Value:
+        vector = ir.VectorType(value.type, lanes)
         one = self.builder.insert_element(
             ir.Constant(vector, ir.Undefined), value, ir.Constant(_I32, 0)
         )
-        zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+        zeros = ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes)
         return self.builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
 
     def floats(self, value: float) -> Value:
         return ir.Constant(_FLOATS, [value] * LANES)
+
+    def float(self, value: float) -> Value:
+        return ir.Constant(_F32, value)
 
     def units(self, value: int) -> Value:
         return ir.Constant(_UNITS, [value] * LANES)
@@ -89,8 +116,9 @@ class Emitter:
     def load(self, address: Value, kind: ir.Type, align: int = 4) -> Value:
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=align)
 
-    def store(self, value: Value, address: Value) -> None:
-        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)
+    def store(self, value: Value, address: Value, align: int = 4) -> None:
+        pointer = self.builder.inttoptr(address, value.type.as_pointer())
+        self.builder.store(value, pointer, align=align)
 
     def load_floats(self, address: Value) -> Value:
         return self.load(address, _FLOATS)
@@ -104,45 +132,62 @@ class Emitter:
         row = self.builder.mul(padded, self.const(number))
         return self.at(start, self.builder.add(row, unit))
 
+    def query(self, queries: Value, number: int, padded: Value, unit: Value) -> Value:
+        """Address of a unit of query `number` in scratch, where it is not widened."""
+        return self.plane(queries, 2 * number, padded, unit)
+
     def prefetch(self, address: Value) -> None:
         pointer = self.builder.inttoptr(address, _UNITS.as_pointer())
         arguments = (ir.Constant(_I32, i) for i in (0, 2, 1))  # read, into L2, data
         self.call("llvm.prefetch.p0", ir.VoidType(), pointer, *arguments)
 
+    def prefetch_row(self, address: Value, num_units: Value) -> None:
+        """Line by line: what a core asks for in order, its own prefetching helps along."""
+        self.per_chunk(num_units, lambda unit, _mask: self.prefetch(self.at(address, unit)))
+
+    def prefetch_bytes(self, address: Value, num_units: Value) -> None:
+        """The same for pairs of bytes, and the scale behind them."""
+        scale = self.at(self.const(1), num_units, 2)
+        with self.loop(self.const(0), scale, 64) as offset:
+            self.prefetch(self.builder.add(address, offset))
+
     def broadcast(self, address: Value) -> Value:
         return self.splat(self.load(address, _F32))
 
     def lanes_below(self, count: Value) -> Value:
-        """Mask of the lanes whose number is below `count` (int64, any value)."""
-        iota = ir.Constant(ir.VectorType(_I64, LANES), list(range(LANES)))
-        return self.builder.icmp_signed("<", iota, self.splat(count))
+        """Mask of the lanes whose number is below `count` (int64, of 32 bits)."""
+        iota = ir.Constant(_UNITS, list(range(LANES)))
+        return self.builder.icmp_signed("<", iota, self.splat(self.builder.trunc(count, _I32)))
 
     def load_units(self, address: Value, mask: Value | None = None) -> Value:
-        if mask is None:
-            return self.load(address, _UNITS)
-        pointer = self.builder.inttoptr(address, _UNITS.as_pointer())
-        return self.call(
-            f"llvm.masked.load.v{LANES}i32.p0",
-            _UNITS,
-            pointer,
-            ir.Constant(_I32, 4),
-            mask,
-            self.units(0),
-        )
+        return self._load_masked(address, _UNITS, 4, mask)
 
     def store_units(self, value: Value, address: Value, mask: Value | None = None) -> None:
+        self._store_masked(value, address, 4, mask)
+
+    def load_words(self, address: Value, mask: Value | None = None) -> Value:
+        """16 pairs of bytes, at any address."""
+        return self._load_masked(address, self.words, 1, mask)
+
+    def store_words(self, value: Value, address: Value, mask: Value | None = None) -> None:
+        self._store_masked(value, address, 1, mask)
+
+    def _load_masked(self, address: Value, kind: ir.Type, align: int, mask: Value | None) -> Value:
         if mask is None:
-            self.store(value, address)
-            return
-        pointer = self.builder.inttoptr(address, _UNITS.as_pointer())
-        self.call(
-            f"llvm.masked.store.v{LANES}i32.p0",
-            ir.VoidType(),
-            value,
-            pointer,
-            ir.Constant(_I32, 4),
-            mask,
+            return self.load(address, kind, align)
+        pointer = self.builder.inttoptr(address, kind.as_pointer())
+        name = f"llvm.masked.load.v{LANES}{kind.element}.p0"
+        return self.call(
+            name, kind, pointer, ir.Constant(_I32, align), mask, ir.Constant(kind, None)
         )
+
+    def _store_masked(self, value: Value, address: Value, align: int, mask: Value | None) -> None:
+        if mask is None:
+            self.store(value, address, align)
+            return
+        pointer = self.builder.inttoptr(address, value.type.as_pointer())
+        name = f"llvm.masked.store.v{LANES}{value.type.element}.p0"
+        self.call(name, ir.VoidType(), value, pointer, ir.Constant(_I32, align), mask)
 
     # -- element types
 
@@ -151,7 +196,7 @@ class Emitter:
         b = self.builder
         if self.dtype == types.float32:
             return [b.bitcast(units, _FLOATS)]
-        if self.dtype == types.uint16:  # bfloat16 is the upper half of a float32
+        if self.dtype != types.int16:  # bfloat16 is the upper half of a float32
             even = b.shl(units, self.units(16))
             odd = b.and_(units, self.units(0xFFFF0000))
             return [b.bitcast(even, _FLOATS), b.bitcast(odd, _FLOATS)]
@@ -204,6 +249,55 @@ class Emitter:
             result = self.fma(result, fraction, self.floats(coefficient))
         exponent = b.shl(b.bitcast(shifted, _UNITS), self.units(23))
         return b.bitcast(b.add(b.bitcast(result, _UNITS), exponent), _FLOATS)
+
+    def exp2_rough(self, x: Value) -> Value:
+        """2**x for x <= 0, to 8.6e-05; AVX-512 only. NaN stays NaN."""
+        zeros, all_lanes = self.floats(0.0), ir.Constant(ir.IntType(16), -1)
+        to_floor = ir.Constant(_I32, 0b1001)  # what is left above the next integer below; quietly
+        fraction = self.call(
+            "llvm.x86.avx512.mask.reduce.ps.512",
+            *(_FLOATS, x, to_floor, zeros, all_lanes, ir.Constant(_I32, 4)),
+        )
+        result = self.floats(_EXP2_ROUGH[-1])
+        for coefficient in reversed(_EXP2_ROUGH[:-1]):
+            result = self.fma(result, fraction, self.floats(coefficient))
+        return self.call(  # result * 2**floor(x)
+            "llvm.x86.avx512.mask.scalef.ps.512",
+            *(_FLOATS, result, x, zeros, all_lanes, ir.Constant(_I32, 4)),
+        )
+
+    def add_dots(self, slot: Value, a: Value, b: Value) -> None:
+        """Each lane of a and b is a pair of bfloat16; their dot product is added to its float."""
+        pairs = (self.builder.bitcast(units, _BF16S) for units in (a, b))
+        total = self.builder.load(slot)
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        self.builder.store(self.call(name, _FLOATS, total, *pairs), slot)
+
+    def add_int_dots(self, slot: Value, a: Value, b: Value) -> None:
+        """The same with pairs of int16, added to an int32."""
+        total = self.builder.load(slot)
+        name = "llvm.x86.avx512.vpdpwssd.512"
+        self.builder.store(self.call(name, _UNITS, total, a, b), slot)
+
+    def to_bf16s(self, values: Value) -> Value:
+        """16 floats -> 16 bfloat16, rounding to nearest even."""
+        return self.builder.fptrunc(values, ir.VectorType(_BFloatType(), LANES))
+
+    def bf16_units(self, a: Value, b: Value) -> Value:
+        """Twice 16 bfloat16 -> a vector of units."""
+        return self.builder.bitcast(self.shuffle(a, b, range(2 * LANES)), _UNITS)
+
+    def interleave(self, a: Value, b: Value) -> tuple[Value, Value]:
+        """Two rows of 32 16-bit elements -> pairs of (a, b): units of elements 0-15 and 16-31."""
+        words = ir.VectorType(ir.IntType(16), 2 * LANES)
+        one, two = (self.builder.bitcast(units, words) for units in (a, b))
+        low = [i for lane in range(LANES) for i in (lane, 2 * LANES + lane)]
+        both = (self.shuffle(one, two, [i + start for i in low]) for start in (0, LANES))
+        first, second = (self.builder.bitcast(units, _UNITS) for units in both)
+        return first, second
+
+    def broadcast_unit(self, address: Value) -> Value:
+        return self.splat(self.load(address, _I32, align=2))
 
     def shuffle(self, a: Value, b: Value, lanes: Sequence[int]) -> Value:
         mask = ir.Constant(ir.VectorType(_I32, len(lanes)), list(lanes))
@@ -286,7 +380,8 @@ class Emitter:
         return self._add_shuffled(ab, cd, low, [j + 2 for j in low])
 
     def _add_shuffled(self, a: Value, b: Value, low: Sequence[int], high: Sequence[int]) -> Value:
-        return self.builder.fadd(self.shuffle(a, b, low), self.shuffle(a, b, high))
+        add = self.builder.fadd if a.type.element == _F32 else self.builder.add
+        return add(self.shuffle(a, b, low), self.shuffle(a, b, high))
 
     # -- control flow
 
@@ -333,12 +428,12 @@ class Emitter:
         body: Callable[[int, Value], None],
         rest: Callable[[Value, Value], None] | None = None,
     ) -> None:
-        """Emit `body(vectors, start)` over panels of `width` vectors, then over single ones.
+        """Emit `body(vectors, start)` over panels of `width` vectors, then over ever narrower ones.
 
         What is left below a vector goes to `rest(start, mask)`.
         """
         start = self.const(0)
-        for vectors in sorted({width, 1}, reverse=True):
+        for vectors in [n for n in (4, 2, 1) if n <= width]:
             left = self.builder.sub(length, start)
             over = self.builder.urem(left, self.const(vectors * LANES))
             stop = self.builder.sub(length, over)
@@ -351,18 +446,25 @@ class Emitter:
                 rest(start, self.lanes_below(left))
 
 
-def simd(body: Callable[..., None]) -> Any:
+Body: TypeAlias = Callable[..., None]  # body(emitter, *int64 values)
+
+
+def simd(portable: Body, dots: Body | None = None, int8: Body | None = None) -> Any:
     """Make `body(emitter, *int64 values)` a numba intrinsic, called as `body(like, *int64s)`.
 
     The element type is the pointee of the pointer `like`: uint16 is bfloat16, int16 is float16
-    (numba has neither on a CPU), float32 is itself.
+    (numba has neither on a CPU), float32 and int8 are themselves. Where the CPU has products of
+    pairs, `dots` is the body for bfloat16, and `int8`, or else `dots`, for int8. All take the same
+    values.
     """
-    parameters = list(inspect.signature(body).parameters.values())
+    parameters = list(inspect.signature(portable).parameters.values())
 
     def typed(_context: Any, like: types.CPointer, *_numbers: types.Type) -> Any:
         signature = types.void(like, *[types.int64] * (len(parameters) - 1))
+        bodies = {types.uint16: dots, types.int8: int8 or dots} if HAS_DOTS else {}
+        body = bodies.get(like.dtype) or portable
 
-        def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Value:
+        def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
             body(Emitter(builder, like.dtype), *values[1:])
             return context.get_dummy_value()
 
@@ -374,6 +476,6 @@ def simd(body: Callable[..., None]) -> Any:
     typed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [p.replace(annotation=inspect.Parameter.empty) for p in named]
     )
-    typed.__name__ = body.__name__
-    typed.__doc__ = body.__doc__
+    typed.__name__ = portable.__name__
+    typed.__doc__ = portable.__doc__
     return intrinsic(typed)

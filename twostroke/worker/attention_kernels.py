@@ -43,22 +43,16 @@ from twostroke.model.compiled import (
     take_ticket,
     use_kernel_cache,
 )
-from twostroke.worker import attention_emit, attention_plan, attention_simd
-from twostroke.worker.attention_emit import MAX_ROWS
-from twostroke.worker.attention_plan import ITEM_COLUMNS, MERGE_COLUMNS
-from twostroke.worker.attention_simd import (
-    KEY_TILE,
-    LOWEST,
-    STATE,
-    add_values,
-    copy_row,
-    load_query,
-    score_keys,
-    score_tile,
-    softmax_row,
-    store_output,
-    transpose_keys,
+from twostroke.worker import (
+    attention_dots,
+    attention_emit,
+    attention_int8,
+    attention_plan,
+    attention_simd,
 )
+from twostroke.worker.attention_emit import MAX_ROWS, simd
+from twostroke.worker.attention_plan import ITEM_COLUMNS, MERGE_COLUMNS
+from twostroke.worker.attention_simd import KEY_TILE, LOWEST, STATE
 
 SMALL_ITEM_ROWS = 8  # up to here transposing the keys costs more than it saves
 WRITE_TOKENS = 16  # tokens that a thread writes at a time
@@ -77,8 +71,8 @@ class Arguments(ctypes.Structure):
             *("pool", "block_bytes", "layer_bytes", "side_bytes", "head_bytes", "row_bytes"),
             *("block_size", "num_kv_heads", "group", "num_units", "padded", "width"),
             # fixed: address of the float32 scale * log2(e); a Barrier (0: one thread);
-            # scratch, one piece a thread
-            *("scale", "barrier", "scratch", "scratch_bytes"),
+            # scratch, one piece a thread, and how much of it all items use alike
+            *("scale", "barrier", "scratch", "scratch_bytes", "shared_bytes"),
             # of a step: int32 arrays, see attention_plan; float32 partials
             *("query_start", "num_computed", "block_tables", "table_blocks"),
             *("num_tokens", "token_blocks", "token_slots"),
@@ -92,16 +86,34 @@ class Arguments(ctypes.Structure):
 
 
 def scratch_floats(width: int, num_rows: int) -> int:
-    """Scratch of a thread for items of `num_rows` score rows.
+    """Scratch of a thread for items of `num_rows` score rows of `width` floats.
 
-    Key addresses | queries | outputs | scores | states (each a row) | transposed keys of a tile.
+    Key addresses | scores of some rows | scales of keys, values | keys, values of a tile | and,
+    for each score row: query | output | state.
     """
-    return TABLE_FLOATS + num_rows * (2 * width + KEY_TILE + STATE) + width * KEY_TILE
+    return shared_floats(width) + num_rows * (2 * width + STATE)
 
+
+def shared_floats(width: int) -> int:
+    """The part of scratch whose size does not depend on the item."""
+    return TABLE_FLOATS + (MAX_ROWS + 2 + width) * KEY_TILE
+
+
+def _simd(name: str) -> Any:
+    """The vector code of that name, by element type."""
+    dots, int8 = (getattr(it, name, None) for it in (attention_dots, attention_int8))
+    return simd(getattr(attention_simd, name), dots, int8)
+
+
+write_row, load_query, load_few_query = map(_simd, ("write_row", "load_query", "load_few_query"))
+list_scales, score_keys, softmax_few = map(_simd, ("list_scales", "score_keys", "softmax_few"))
+pack_tile, score_tile, softmax_row = map(_simd, ("pack_tile", "score_tile", "softmax_row"))
+add_values, add_tile, store_output = map(_simd, ("add_values", "add_tile", "store_output"))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _CACHE = use_kernel_cache(
     *(__file__, attention_plan.__file__, attention_emit.__file__, attention_simd.__file__),
+    *(attention_dots.__file__, attention_int8.__file__),
     *(compiled_file.__file__, barrier_file.__file__),
 )
 
@@ -141,32 +153,34 @@ def _key_address(a: Any, block: int, head: int, slot: int) -> int:
 
 @inner
 def _write_token(like: Any, a: Any, token: int) -> None:
-    """Copy a token's keys and values into the pool."""
+    """Put a token's keys and values into the pool."""
     block = _int32s(a.token_blocks, 1, a.num_tokens)[0, token]
     slot = _int32s(a.token_slots, 1, a.num_tokens)[0, token]
     for head in range(a.num_kv_heads):
         target = _key_address(a, block, head, slot)
         key = a.k + token * a.k_token_bytes + head * a.k_head_bytes
-        copy_row(like, key, a.num_units, target)
+        write_row(like, key, a.num_units, target)
         value = a.v + token * a.v_token_bytes + head * a.v_head_bytes
-        copy_row(like, value, a.num_units, target + a.side_bytes)
+        write_row(like, value, a.num_units, target + a.side_bytes)
 
 
 @inner
 def _list_keys(a: Any, head: int, row: int, first: int, end: int, table: int) -> None:
-    """Addresses of the key rows at positions first .. end-1, then the last one repeated."""
+    """Addresses of the key rows at positions first .. end-1, at most KEY_TILE, then the last one
+    repeated up to a whole number of vectors."""
     rows = numba.carray(pointer(table), (KEY_TILE,), np.int64)
     blocks = _int32s(a.block_tables + row * a.table_blocks * 4, 1, a.table_blocks)
     key, count = 0, min(KEY_TILE, end - first)
+    block = first // a.block_size
+    slot = first - block * a.block_size
     while key < count:
-        block, slot = (first + key) // a.block_size, (first + key) % a.block_size
         address = _key_address(a, blocks[0, block], head, slot)
-        for _ in range(min(count - key, a.block_size - slot)):
-            rows[key] = address
-            address += a.row_bytes
-            key += 1
-    for key in range(count, KEY_TILE):
-        rows[key] = rows[key - 1]
+        in_block = min(count - key, a.block_size - slot)
+        for i in range(in_block):
+            rows[key + i] = address + i * a.row_bytes
+        key, block, slot = key + in_block, block + 1, 0
+    for key in range(count, -(-count // 16) * 16):
+        rows[key] = rows[count - 1]
 
 
 @_called_once
@@ -179,46 +193,57 @@ def _run_tile(
     small: bool,
     table: int,
     ahead: int,
-    queries: int,
+    scratch: int,
 ) -> None:
-    """Score a tile of `num_keys` keys, of which the first query sees `visible`, and add it up.
-
-    `queries` is the address of that part of the scratch.
-    """
+    """Score a tile of `num_keys` keys, of which the first query sees `visible`, and add it up."""
     num_units, padded, row_bytes = a.num_units, a.padded, a.width * 4
+    scores = scratch + TABLE_FLOATS * 4
+    scales = scores + MAX_ROWS * KEY_TILE * 4
+    keys = scales + 2 * KEY_TILE * 4
+    values = keys + padded * KEY_TILE * 4
+    queries = scratch + a.shared_bytes
     outputs = queries + num_rows * row_bytes
-    scores = outputs + num_rows * row_bytes
-    states = scores + num_rows * KEY_TILE * 4
-    keys = states + num_rows * STATE * 4
+    states = outputs + num_rows * row_bytes
+    side, whole = a.side_bytes, -(-num_keys // 16) * 16
+    if small:
+        list_scales(like, table, side, whole, num_units, scales)
+    else:
+        pack_tile(like, table, side, whole, num_units, padded, keys, values)
     # Equal parts of at most MAX_ROWS rows: 8 rows are 4 + 4, not 6 + 2.
     step = -(-num_rows // -(-num_rows // MAX_ROWS))
-    whole = -(-num_keys // 16) * 16
-    if not small:
-        transpose_keys(like, table, whole, num_units, keys)
     for row in range(0, num_rows, step):
         rows = min(step, num_rows - row)
+        seen = min(num_keys, visible + (row + rows - 1) // a.group)
+        if seen <= 0:
+            continue
+        whole = -(-seen // 16) * 16
         query, output = queries + row * row_bytes, outputs + row * row_bytes
-        score, state = scores + row * KEY_TILE * 4, states + row * STATE * 4
+        state = states + row * STATE * 4
         if small:
-            score_keys(like, rows, query, padded, table, ahead, whole, num_units, score)
+            score_keys(
+                *(like, rows, query, padded, table, ahead),
+                *(whole, num_units, state, scales, scores),
+            )
         else:
-            score_tile(like, rows, query, padded, keys, whole, num_units, score)
+            score_tile(like, rows, query, padded, keys, whole, num_units, scores)
         for i in range(rows):
             sees = visible + (row + i) // a.group
-            softmax_row(like, score + i * KEY_TILE * 4, sees, state + i * STATE * 4)
-        add_values(
-            like,
-            rows,
-            score,
-            table,
-            ahead,
-            a.side_bytes,
-            num_keys,
-            num_units,
-            padded,
-            state,
-            output,
-        )
+            sees = min(sees, num_keys)
+            score, kept = scores + i * KEY_TILE * 4, state + i * STATE * 4
+            if small:
+                softmax_few(like, score, sees, whole, a.scale, kept, scales)
+            else:
+                softmax_row(like, score, sees, whole, a.scale, kept)
+        if small:
+            add_values(
+                *(like, rows, scores, table, ahead, side),
+                *(seen, num_units, padded, state, output),
+            )
+        else:
+            add_tile(
+                *(like, rows, scores, table, ahead, side, values),
+                *(seen, num_units, padded, state, output),
+            )
 
 
 @inner
@@ -237,8 +262,13 @@ def _token(a: Any, item: Int32s, number: int) -> int:
 
 
 @_called_once
-def _run_item(like: Any, a: Any, item: Int32s, after: Int32s, scratch: int) -> None:
-    """Attend one item; its result goes to the output, or to the partials when it is a part."""
+def _run_item(
+    like: Any, a: Any, item: Int32s, after: Int32s, scratch: int, table: int, ahead: int
+) -> int:
+    """Attend one item; its result goes to the output, or to the partials when it is a part.
+
+    `table` lists its first keys. Returns the one of the two that lists those of `after`.
+    """
     row, head, num_queries = item[0], item[1], item[3]
     first_key, end_key, partial, shared = item[4], item[5], item[6], item[7] >= 0
     group, width = a.group, a.width
@@ -247,31 +277,32 @@ def _run_item(like: Any, a: Any, item: Int32s, after: Int32s, scratch: int) -> N
     position = end_key - 1
     if not shared:
         position = item[2] + _int32s(a.num_computed + row * 4, 1, 1)[0, 0]
-    queries = scratch + TABLE_FLOATS * 4
+    queries = scratch + a.shared_bytes
     outputs = queries + num_rows * width * 4
-    states = outputs + num_rows * (width + KEY_TILE) * 4
-    for i in range(num_rows):
-        token, query_head = _token(a, item, i // group), head * group + i % group
-        source = a.q + token * a.q_token_bytes + query_head * a.q_head_bytes
-        load_query(like, source, a.scale, a.num_units, a.padded, queries + i * width * 4)
-    zeros = floats(outputs, num_rows * width)
-    for i in range(num_rows * width):
-        zeros[i] = 0.0
+    states = outputs + num_rows * width * 4
+    # A decode's sums are taken in the same order whether it shares its keys or not.
+    small = shared or num_rows <= SMALL_ITEM_ROWS
     state = floats(states, num_rows * STATE)
     for i in range(num_rows * STATE):
         state[i] = LOWEST if i % STATE == 0 else 0.0
-
-    table, ahead = scratch, scratch + KEY_TILE * 8
-    _list_keys(a, head, row, first_key, end_key, table)
+    for i in range(num_rows):
+        token, query_head = _token(a, item, i // group), head * group + i % group
+        source = a.q + token * a.q_token_bytes + query_head * a.q_head_bytes
+        query = queries + i * width * 4
+        if small:
+            load_few_query(like, source, a.num_units, a.padded, query, states + i * STATE * 4)
+        else:
+            load_query(like, source, a.num_units, a.padded, query)
+    zeros = floats(outputs, num_rows * width)
+    for i in range(num_rows * width):
+        zeros[i] = 0.0
     for tile in range(first_key, end_key, KEY_TILE):
         if tile + KEY_TILE < end_key:
             _list_keys(a, head, row, tile + KEY_TILE, end_key, ahead)
         else:
             _list_keys(a, after[1], after[0], after[4], after[5], ahead)
         num_keys, visible = min(KEY_TILE, end_key - tile), position + 1 - tile
-        # A decode's sums are taken in the same order whether it shares its keys or not.
-        small = shared or num_rows <= SMALL_ITEM_ROWS
-        _run_tile(like, a, num_rows, visible, num_keys, small, table, ahead, queries)
+        _run_tile(like, a, num_rows, visible, num_keys, small, table, ahead, scratch)
         table, ahead = ahead, table
 
     for i in range(num_rows):
@@ -291,6 +322,7 @@ def _run_item(like: Any, a: Any, item: Int32s, after: Int32s, scratch: int) -> N
             source = floats(states + i * STATE * 4, STATE)
             for j in range(STATE):
                 target[width + j] = source[j]
+    return table
 
 
 @inner
@@ -350,10 +382,17 @@ def _attend(like: Any) -> None:
         meet(a.barrier)
 
     items = _int32s(a.items, a.num_items, ITEM_COLUMNS)
+    table, ahead = scratch, scratch + KEY_TILE * 8
     i = take_ticket(work)
+    if i < a.num_items:
+        item = items[i]
+        _list_keys(a, item[1], item[0], item[4], item[5], table)
     while i < a.num_items:
         after = take_ticket(work)
-        _run_item(like, a, items[i], items[min(after, a.num_items - 1)], scratch)
+        following = items[min(after, a.num_items - 1)]
+        listed = _run_item(like, a, items[i], following, scratch, table, ahead)
+        if listed != table:
+            table, ahead = ahead, table
         i = after
     if a.num_merges == 0:
         return
@@ -369,8 +408,8 @@ def _attend(like: Any) -> None:
 
 @functools.cache
 def compile_attend(element: types.Type) -> int:
-    """Address of `void attend(Arguments *)` for a pool of uint16 (bfloat16), int16 (float16) or
-    float32. Takes seconds when it is not in the cache."""
+    """Address of `void attend(Arguments *)` for a pool of uint16 (bfloat16), int16 (float16),
+    float32, or int8 (with all else in bfloat16). Takes seconds when it is not in the cache."""
 
     def attend(like: Any) -> None:
         _attend(like)

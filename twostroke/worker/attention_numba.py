@@ -14,12 +14,14 @@ from twostroke.messages import Int32s
 from twostroke.model.barrier import Barrier
 from twostroke.model.openmp import load_openmp
 from twostroke.worker.attention import PagedAttention
-from twostroke.worker.attention_emit import LANES
+from twostroke.worker.attention_emit import HAS_DOTS, LANES
+from twostroke.worker.attention_int8 import MAX_HEAD_DIM
 from twostroke.worker.attention_kernels import (
     TICKETS,
     Arguments,
     compile_attend,
     scratch_floats,
+    shared_floats,
 )
 from twostroke.worker.attention_plan import (
     ITEM_COLUMNS,
@@ -34,8 +36,18 @@ _ELEMENTS = {
     torch.float32: types.float32,
     torch.bfloat16: types.uint16,
     torch.float16: types.int16,
+    torch.int8: types.int8,
 }
 _CACHE_LINE = 64
+
+
+def why_no_int8(head_dim: int) -> str:
+    """Why the kernels cannot do with a pool of int8; empty if they can."""
+    if not HAS_DOTS:
+        return "this processor has no AVX512-BF16 and AVX512-VNNI"
+    if head_dim > MAX_HEAD_DIM:
+        return f"head_dim is {head_dim}; at most {MAX_HEAD_DIM}"
+    return ""
 
 
 class LayerCalls:
@@ -80,7 +92,7 @@ class NumbaAttention(PagedAttention):
         self._address = address
         self._run = _runner(address, self._num_threads, openmp)
 
-        itemsize = pool.element_size()
+        itemsize = self.dtype.itemsize
         num_units, planes = self.head_dim * itemsize // 4, 4 // itemsize
         padded = -(-num_units // LANES) * LANES
         floats = scratch_floats(planes * padded, max(MAX_ITEM_ROWS, self.group))
@@ -88,7 +100,9 @@ class NumbaAttention(PagedAttention):
         self._scratch = np.zeros((self._num_threads, -(-floats // 1024) * 1024), np.float32)
         self._scale = np.array([scale * math.log2(math.e)], np.float32)
         self._tickets = np.zeros(TICKETS * _CACHE_LINE // 8, np.int64)
-        block, layer, side, head, row, _ = (stride * itemsize for stride in pool.stride())
+        block, layer, side, head, row, _ = (
+            stride * pool.element_size() for stride in pool.stride()
+        )
         self._barrier = Barrier(openmp)
         self._arguments = Arguments(
             pool=pool.data_ptr(),
@@ -107,6 +121,7 @@ class NumbaAttention(PagedAttention):
             barrier=self._barrier.address if self._num_threads > 1 else 0,
             scratch=self._scratch.ctypes.data,
             scratch_bytes=self._scratch.strides[0],
+            shared_bytes=4 * shared_floats(planes * padded),
             tickets=self._tickets.ctypes.data,
             out_token_bytes=num_heads * self.head_dim * itemsize,
             out_head_bytes=self.head_dim * itemsize,
@@ -177,7 +192,7 @@ class NumbaAttention(PagedAttention):
 
     def _rows(self, name: str, tensor: Tensor, num_heads: int) -> tuple[int, int, int]:
         """Address and strides in bytes of q, k or v; the kernels trust what passes here."""
-        num_tokens, dtype = self._arguments.num_tokens, self.pool.dtype
+        num_tokens, dtype = self._arguments.num_tokens, self.dtype
         if tensor.shape != (num_tokens, num_heads, self.head_dim) or tensor.dtype is not dtype:
             raise ValueError(
                 f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; planned: "

@@ -9,8 +9,9 @@ from twostroke.messages import Int32s
 from twostroke.model import compiled as compiled_file
 from twostroke.model.compiled import inner, kernel, use_kernel_cache
 
-MAX_ITEM_ROWS = 96  # score rows of an item, which share one pass over its keys
+MAX_ITEM_ROWS = 192  # score rows of an item, which share one pass over its keys
 SPLIT_KEYS = 128  # keys of an item of a row that fits into one query tile
+JOINED_KEYS = 32  # a last part of no more joins the one before it
 
 # Row, head, first query, queries, first key, end key, first partial row or -1, and -1; or, where
 # decodes share keys: the first row, head, part, number of rows, first key, end key, 0, and
@@ -46,17 +47,18 @@ def plan_step(
         num_queries = query_start[row + 1] - query_start[row]
         tile = max(1, min(num_queries, MAX_ITEM_ROWS // group))
         split = SPLIT_KEYS * -(-num_queries // tile)  # many tiles are parallel enough
-        decodes = num_queries == 1 and num_computed[row] + 1 > split
+        decodes = num_queries == 1 and _num_parts(num_computed[row] + 1, split) > 1
         if decodes:
             split_rows[num_split] = row
             num_split += 1
         for head in range(num_kv_heads):
             if decodes and len(bases):
                 bases[row * num_kv_heads + head] = num_partials
-            for query in range(0, num_queries, tile):
+            # The last tiles see the most: first, so that threads end together.
+            for query in range((num_queries - 1) // tile * tile, -1, -tile):
                 queries = min(tile, num_queries - query)
                 end = num_computed[row] + query + queries
-                parts = -(-end // split)
+                parts = _num_parts(end, split)
                 if parts > 1:
                     if num_merges < len(merges):
                         merge = merges[num_merges]
@@ -64,7 +66,7 @@ def plan_step(
                         merge[3], merge[4], merge[5] = queries, num_partials, parts
                     num_merges += 1
                 for part in range(parts):
-                    first, last = part * split, min(end, (part + 1) * split)
+                    first, last = part * split, end if part == parts - 1 else (part + 1) * split
                     partial = num_partials + part * queries * group if parts > 1 else -1
                     if not decodes:
                         _add_item(
@@ -105,7 +107,8 @@ def _plan_split_decodes(
         first = part * SPLIT_KEYS
         while i < len(order):
             row, count = int(order[i]), 1
-            if first > num_computed[row]:
+            num_parts = _num_parts(int(num_computed[row]) + 1, SPLIT_KEYS)
+            if part >= num_parts:
                 i += 1
                 continue
             num_left += 1
@@ -117,7 +120,7 @@ def _plan_split_decodes(
                     count += 1
                     continue
                 break
-            last = min(first + SPLIT_KEYS, int(num_computed[row]) + 1)
+            last = int(num_computed[row]) + 1 if part == num_parts - 1 else first + SPLIT_KEYS
             for head in range(num_kv_heads):
                 base = int(bases[row * num_kv_heads + head]) if len(bases) else 0
                 shared = count > 1
@@ -135,6 +138,13 @@ def _plan_split_decodes(
             i += count
         part += 1
     return num_items, num_members
+
+
+@inner
+def _num_parts(num_keys: int, split: int) -> int:
+    """Parts of `split` keys, but for the last: it has from JOINED_KEYS + 1 to split + JOINED_KEYS
+    keys, or all."""
+    return max(1, -(-(num_keys - JOINED_KEYS) // split))
 
 
 @inner
@@ -163,10 +173,10 @@ def _shares_part(
 ) -> bool:
     """Whether two rows have the same blocks throughout a part, all of it computed before.
 
-    The block that its end lies in counts too.
+    The block that its end lies in counts too. The last part of a row is not shared.
     """
     end = (part + 1) * SPLIT_KEYS
-    if end > num_computed[one] or end > num_computed[two]:
+    if end + JOINED_KEYS > min(num_computed[one], num_computed[two]):
         return False
     for block in range(part * SPLIT_KEYS // block_size, -(-end // block_size)):
         if block_tables[one, block] != block_tables[two, block]:

@@ -8,30 +8,44 @@ each key's row, so that a block may lie anywhere and have any size; a value lies
 after its key.
 """
 
+import functools
+from collections.abc import Callable
+from typing import TypeAlias
+
 from llvmlite import ir
 
-from twostroke.worker.attention_emit import LANES, MAX_ROWS, Emitter, Value, simd
+from twostroke.worker.attention_emit import LANES, MAX_ROWS, Emitter, Value
 
-KEY_TILE = 64  # keys handled together; a multiple of 16
+KEY_TILE = 160  # keys handled together at most; a multiple of 32
 STATE = 2 * LANES  # floats of a row's softmax state: maximum, alpha, ... | LANES partial sums
 LOWEST = -1e30  # below any score, and finite: LOWEST - LOWEST is 0
 
 
-@simd
-def load_query(
-    e: Emitter, source: Value, scale: Value, num_units: Value, padded: Value, target: Value
-) -> None:
-    """Widen a query into scratch, times the float at `scale`; the last vector is zero-padded."""
-    factor = e.broadcast(scale)
+def load_query(e: Emitter, source: Value, num_units: Value, padded: Value, target: Value) -> None:
+    """Widen a query into scratch; the last vector is zero-padded."""
 
     def chunk(unit: Value, mask: Value | None) -> None:
         for plane, values in enumerate(e.widen(e.load_units(e.at(source, unit), mask))):
-            e.store(e.builder.fmul(values, factor), e.plane(target, plane, padded, unit))
+            e.store(values, e.plane(target, plane, padded, unit))
 
     e.per_chunk(num_units, chunk)
 
 
-@simd
+def load_few_query(
+    e: Emitter, source: Value, num_units: Value, padded: Value, target: Value, state: Value
+) -> None:
+    """`load_query` for `score_keys`, which may want something kept in `state`."""
+    del state
+    load_query(e, source, num_units, padded, target)
+
+
+def list_scales(
+    e: Emitter, table: Value, values: Value, num_keys: Value, num_units: Value, scales: Value
+) -> None:
+    """Elements of this type have no scales."""
+    del e, table, values, num_keys, num_units, scales
+
+
 def store_output(
     e: Emitter, source: Value, state: Value, num_units: Value, padded: Value, target: Value
 ) -> None:
@@ -46,8 +60,7 @@ def store_output(
     e.per_chunk(num_units, chunk)
 
 
-@simd
-def copy_row(e: Emitter, source: Value, num_units: Value, target: Value) -> None:
+def write_row(e: Emitter, source: Value, num_units: Value, target: Value) -> None:
     """Copy one token's keys or values of one head."""
 
     def chunk(unit: Value, mask: Value | None) -> None:
@@ -56,7 +69,6 @@ def copy_row(e: Emitter, source: Value, num_units: Value, target: Value) -> None
     e.per_chunk(num_units, chunk)
 
 
-@simd
 def score_keys(
     e: Emitter,
     rows: Value,
@@ -66,9 +78,12 @@ def score_keys(
     ahead: Value,
     num_keys: Value,
     num_units: Value,
+    states: Value,
+    scales: Value,
     scores: Value,
 ) -> None:
     """scores[m, j] = queries[m] . key j, straight from the pool; num_keys a multiple of 8."""
+    del states, scales
 
     def body(count: int) -> None:
         at_once = 8 if count * 8 <= MAX_ROWS * 4 else 4
@@ -98,16 +113,36 @@ def score_keys(
     e.per_rows(rows, body)
 
 
-@simd
-def transpose_keys(
-    e: Emitter, table: Value, num_keys: Value, num_units: Value, keys: Value
+def pack_tile(
+    e: Emitter,
+    table: Value,
+    values: Value,
+    num_keys: Value,
+    num_units: Value,
+    padded: Value,
+    keys: Value,
+    packed: Value,
 ) -> None:
-    """keys[unit, j] = unit of key j, for a whole number of vectors of keys."""
+    """keys[unit, j] = unit of key j, for a whole number of vectors of keys; values stay."""
+    del values, padded, packed
+    transpose_keys(e, table, num_keys, num_units, keys, _load_units(e))
+
+
+Load: TypeAlias = Callable[[Value, Value, Value | None], Value]  # (row, unit, mask) -> units
+
+
+def _load_units(e: Emitter) -> Load:
+    return lambda row, unit, mask: e.load_units(e.at(row, unit), mask)
+
+
+def transpose_keys(
+    e: Emitter, table: Value, num_keys: Value, num_units: Value, keys: Value, load: Load
+) -> None:
     with e.loop(e.const(0), num_keys, LANES) as key:
         rows = [e.load_address(table, key, j) for j in range(LANES)]
 
         def chunk(unit: Value, mask: Value | None) -> None:
-            square = e.transpose([e.load_units(e.at(row, unit), mask) for row in rows])
+            square = e.transpose([load(row, unit, mask) for row in rows])
             for i, column in enumerate(square):
                 start = e.builder.mul(e.builder.add(unit, e.const(i)), e.const(KEY_TILE))
                 e.store(column, e.at(keys, e.builder.add(start, key)))
@@ -115,7 +150,6 @@ def transpose_keys(
         e.per_chunk(num_units, chunk)
 
 
-@simd
 def score_tile(
     e: Emitter,
     rows: Value,
@@ -146,35 +180,111 @@ def score_tile(
     e.per_rows(rows, lambda count: e.per_panel(num_keys, 4, lambda w, k: panel(count, w, k)))
 
 
-@simd
-def softmax_row(e: Emitter, scores: Value, visible: Value, state: Value) -> None:
-    """Replace scores (in powers of two) by weights, relative to the row's running maximum.
+def softmax_row(
+    e: Emitter, scores: Value, visible: Value, num_keys: Value, scale: Value, state: Value
+) -> None:
+    """Replace scores by weights, relative to the row's running maximum.
 
-    Only the first `visible` keys of the tile count; the others get a weight of exactly 0.
+    Scores times the float at `scale` are powers of two. Only the first `visible` keys of the tile
+    count; the others, up to `num_keys`, a whole number of vectors, get a weight of exactly 0.
     """
-    b = e.builder
-    offsets = range(0, KEY_TILE, LANES)
-    masks = [e.lanes_below(b.sub(visible, e.const(offset))) for offset in offsets]
-    lowest = e.floats(LOWEST)
-    values = [
-        b.select(mask, e.load_floats(e.at(scores, offset)), lowest)
-        for mask, offset in zip(masks, offsets, strict=True)
-    ]
+    arguments = (scores, visible, num_keys, scale, state)
+    softmax(e, arguments, e.exp2, lambda weights, key: e.store(weights, e.at(scores, key)))
+
+
+def softmax_few(
+    e: Emitter,
+    scores: Value,
+    visible: Value,
+    num_keys: Value,
+    scale: Value,
+    state: Value,
+    scales: Value,
+) -> None:
+    """`softmax_row` after `score_keys`."""
+    del scales
+    softmax_row(e, scores, visible, num_keys, scale, state)
+
+
+def softmax(
+    e: Emitter,
+    values: tuple[Value, Value, Value, Value, Value],
+    exp2: Callable[[Value], Value],
+    store: Callable[[Value, Value | int], None],
+) -> None:
+    """`softmax_row` of `values`; `store(weights, key)` may write to where lower scores were."""
+    scores, visible, num_keys, scale, state = values
+    b, sums = e.builder, e.at(state, LANES)
+    factor = e.broadcast(scale)
+    total, top = e.accumulators(2)
+
+    def weigh(vector: Value, new: Value) -> Value:
+        return exp2(e.fma(vector, factor, b.fneg(new)))
+
+    def add(weights: Value, offset: Value | int) -> None:
+        store(weights, offset)
+        b.store(b.fadd(b.load(total), weights), total)
+
+    def raise_maximum(top: Value) -> Value:
+        new, alpha = _raise_maximum(e, top, factor, state)
+        b.store(b.fmul(e.load_floats(sums), alpha), total)
+        return new
+
+    all_seen = b.icmp_signed(">=", visible, e.const(KEY_TILE))
+    all_seen = b.and_(all_seen, b.icmp_signed("==", num_keys, e.const(KEY_TILE)))
+    with b.if_else(all_seen) as (whole_tile, part_of_tile):
+        with whole_tile:
+            offsets = range(0, KEY_TILE, LANES)
+            tile = [e.load_floats(e.at(scores, offset)) for offset in offsets]
+            new = raise_maximum(functools.reduce(e.maximum, tile))
+            for vector, offset in zip(tile, offsets, strict=True):
+                add(weigh(vector, new), offset)
+        with part_of_tile:
+            lowest = e.floats(LOWEST)
+            b.store(lowest, top)
+            with e.loop(e.const(0), num_keys, LANES) as key:
+                mask = e.lanes_below(b.sub(visible, key))
+                vector = b.select(mask, e.load_floats(e.at(scores, key)), lowest)
+                b.store(e.maximum(vector, b.load(top)), top)
+            new = raise_maximum(b.load(top))
+            with e.loop(e.const(0), num_keys, LANES) as key:
+                mask = e.lanes_below(b.sub(visible, key))
+                weights = weigh(e.load_floats(e.at(scores, key)), new)
+                add(b.select(mask, weights, e.floats(0.0)), key)
+    e.store(b.load(total), sums)
+
+
+def _raise_maximum(e: Emitter, top: Value, factor: Value, state: Value) -> tuple[Value, Value]:
+    """The new running maximum, given the highest scores; and what older sums are scaled by."""
     old = e.broadcast(state)
-    new = e.splat(e.fold(e.maximum, [*values, old]))
-    alpha = e.exp2(b.fsub(old, new))
-    e.store(b.extract_element(new, ir.Constant(ir.IntType(32), 0)), state)
-    e.store(b.extract_element(alpha, ir.Constant(ir.IntType(32), 0)), e.at(state, 1))
-    sums = e.at(state, LANES)
-    total = b.fmul(e.load_floats(sums), alpha)
-    for value, mask, offset in zip(values, masks, offsets, strict=True):
-        weights = b.select(mask, e.exp2(b.fsub(value, new)), e.floats(0.0))
-        e.store(weights, e.at(scores, offset))
-        total = b.fadd(total, weights)
-    e.store(total, sums)
+    new = e.maximum(e.builder.fmul(e.splat(e.fold(e.maximum, [top])), factor), old)
+    alpha = e.exp2(e.builder.fsub(old, new))
+    first = ir.Constant(ir.IntType(32), 0)
+    e.store(e.builder.extract_element(new, first), state)
+    e.store(e.builder.extract_element(alpha, first), e.at(state, 1))
+    return new, alpha
 
 
-@simd
+def add_tile(
+    e: Emitter,
+    rows: Value,
+    weights: Value,
+    table: Value,
+    ahead: Value,
+    values: Value,
+    packed: Value,
+    num_keys: Value,
+    num_units: Value,
+    padded: Value,
+    states: Value,
+    outputs: Value,
+) -> None:
+    """`add_values` after `pack_tile`, which here leaves the values in the pool."""
+    del packed
+    arguments = (rows, weights, table, ahead, values, num_keys, num_units, padded)
+    add_values(e, *arguments, states, outputs)
+
+
 def add_values(
     e: Emitter,
     rows: Value,

@@ -47,7 +47,7 @@ from twostroke.model.parallel import ALONE, Group
 from twostroke.model.registry import load_model
 from twostroke.shape import ModelShape, num_parameters
 from twostroke.worker import handoff, pool
-from twostroke.worker.attention import make_attention
+from twostroke.worker.attention import NO_INT8_HINT, make_attention, why_no_int8
 from twostroke.worker.device import DTYPES, choose_device, choose_dtype, estimate_activations
 from twostroke.worker.draft_model import ModelDrafter, check_vocabulary
 from twostroke.worker.drafting import Drafter, NgramDrafter
@@ -65,6 +65,7 @@ PROMPT_LOGITS_BYTES = 64 << 20
 # Weights of few bits are kept in the model's type too, for steps of many tokens, unless that takes
 # more than this share of the free memory.
 MAX_WHOLE_SHARE = 0.25
+_KV_DTYPES = DTYPES | {"int8": torch.int8}
 IDLE_WAIT_S = 0.005  # for a transfer, in a step without rows; a request that comes waits as long
 
 
@@ -93,14 +94,16 @@ class ModelRunner:
         # On a CPU all ranks share it: look before any of them has begun to load.
         free_bytes = group.minimum(pool.available_memory()) // group.size
         self._check_quantization(config, dtype)
+        kv_dtype = self._kv_dtype(config, shape, dtype_name)
         keep_whole = num_parameters(shape) * dtype.itemsize <= free_bytes * MAX_WHOLE_SHARE
         self.model, weights_fact = self._load(config, checkpoint, dtype, progress, keep_whole)
         draft = self._load_draft(config, shape, dtype, progress)
         self._weight_bytes = self.model.weight_bytes + (draft.weight_bytes if draft else 0)
 
-        layout, draft_layout = _layout_of(shape, dtype_name, config), None
+        layout, draft_layout = _layout_of(shape, kv_dtype, config), None
         if draft is not None:
-            draft_layout = _layout_of(draft.shape, dtype_name, config)
+            kv_dtype = self._kv_dtype(config, draft.shape, dtype_name)
+            draft_layout = _layout_of(draft.shape, kv_dtype, config)
             layout = replace(layout, draft_token_bytes=draft_layout.token_bytes)
         size = pool.size_pool(
             config,
@@ -156,6 +159,14 @@ class ModelRunner:
                 hint="leave it out",
             )
 
+    def _kv_dtype(self, config: EngineConfig, shape: ModelShape, dtype: str) -> str:
+        """The type of KV of a model that runs in `dtype`."""
+        if config.kv_cache_dtype == "auto":
+            return dtype
+        if why := why_no_int8(self.device, DTYPES[dtype], shape.head_dim):
+            raise ConfigError(f"--kv-cache-dtype is int8, but {why}", hint=NO_INT8_HINT)
+        return "int8"
+
     def _load(
         self,
         config: EngineConfig,
@@ -201,7 +212,7 @@ class ModelRunner:
         self, config: EngineConfig, checkpoint: Checkpoint, layout: KvLayout, engine_id: str
     ) -> tuple[Tensor, KvConnectorWorker | None]:
         """The KV pool, and what moves KV between it and those of other engines."""
-        dtype = DTYPES[layout.dtype]
+        dtype = _KV_DTYPES[layout.dtype]
         if not config.hands_off:
             return pool.allocate_pool(self.num_blocks, layout, dtype, self.device), None
         model = fingerprint(checkpoint, config.seed)
@@ -224,7 +235,7 @@ class ModelRunner:
             return NgramDrafter(self.seats, shortest=fewest, longest=longest)
         if draft is None or layout is None:
             return None
-        dtype = DTYPES[layout.dtype]
+        dtype = _KV_DTYPES[layout.dtype]
         draft_pool = pool.allocate_pool(self.num_blocks, layout, dtype, self.device)
         weights = pool.bytes_text(draft.weight_bytes)
         name = Path(config.speculative_model).name

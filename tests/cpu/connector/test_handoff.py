@@ -10,6 +10,7 @@ from tests.cpu.worker.driving import small_config
 from twostroke.connector.nixl_agent import INSTALL, PACKAGES
 from twostroke.messages import SamplingParams
 from twostroke.testing.tiny_model import write_tiny_checkpoint
+from twostroke.worker.attention_emit import HAS_DOTS
 
 PROMPT = [(7 * i) % 251 for i in range(53)]
 
@@ -129,6 +130,32 @@ def test_the_default_model_over_three_ranks_and_one(smollm2_path: Path):
         assert tokens == one.generate(9 + handle, prompt, 8)
     three.close()
     one.close()
+
+
+@pytest.mark.skipif(not HAS_DOTS, reason="the processor has no AVX512-BF16")
+@pytest.mark.parametrize(("theirs", "ours"), [((1, 16), (1, 16)), ((2, 16), (1, 8))])
+def test_kv_in_int8(theirs: tuple, ours: tuple, tiny_dir: Path):
+    """With its scales, so the tokens are those of one engine with the same kind of KV."""
+    kind = {"dtype": "bfloat16", "kv_cache_dtype": "int8"}
+    one = Engine(small_config(**kind), tiny_dir)
+    prefill, decode = (Engine(settings(*which, **kind), tiny_dir) for which in (theirs, ours))
+    for handle, stream in ((0, False), (1, True)):
+        prompt = [*range(10 + handle), *PROMPT]
+        expected = one.generate(handle, prompt, 9)
+        assert hand_over(prefill, decode, handle, prompt, 9, stream=stream) == expected
+        assert decode.received[handle].num_bytes > 0
+    for engine in (one, prefill, decode):
+        engine.close()
+
+
+@pytest.mark.skipif(not HAS_DOTS, reason="the processor has no AVX512-BF16")
+def test_another_type_of_kv_is_refused(tiny_dir: Path):
+    prefill = Engine(settings(dtype="bfloat16", kv_cache_dtype="int8"), tiny_dir)
+    decode = Engine(settings(dtype="bfloat16"), tiny_dir)
+    assert hand_over(prefill, decode, 0, PROMPT, 5) == []
+    assert "types of KV differ: int8 there, bfloat16 here" in decode.finished[0].error
+    prefill.close()
+    decode.close()
 
 
 def test_other_weights_are_refused(tiny_dir: Path, tmp_path: Path):

@@ -328,12 +328,12 @@ def key_reads(step: Step, kv_heads: int = 3) -> int:
 
 
 def test_a_shared_prefix_is_read_once_a_step():
-    step = make_step([(600, 1)] * 40)
+    step = make_step([(600, 1)] * 70)
     apart = key_reads(step)
-    share(step, list(range(40)), 600 // 16)
-    # 4 whole parts for 32 rows, again for the other 8, and what is left of each row.
-    assert key_reads(step) == 2 * 4 * SPLIT_KEYS + 40 * (601 - 4 * SPLIT_KEYS)
-    assert apart == 40 * 601
+    share(step, list(range(70)), 600 // 16)
+    # 4 whole parts for 64 rows, again for the other 6, and what is left of each row.
+    assert key_reads(step) == 2 * 4 * SPLIT_KEYS + 70 * (601 - 4 * SPLIT_KEYS)
+    assert apart == 70 * 601
 
 
 SHARING = [(300, 1), (40, 3), (290, 1), (700, 1), (128, 1), (127, 1), (300, 1), (513, 1), (5, 0)]
