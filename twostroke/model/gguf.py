@@ -108,6 +108,9 @@ class GgufSource:
             values = _out_of_pairs(values, self._shape.head_dim)
         return values, stored.nbytes
 
+    def is_mapped(self, name: str) -> bool:
+        return self._weights[name].info.kind.block_size == 1  # blocks are converted
+
     def close(self) -> None:
         """The mapping ends with the last tensor that shares it."""
         self._weights.clear()

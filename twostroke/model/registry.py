@@ -18,7 +18,7 @@ from twostroke.model.few_rows_quantised import can_multiply
 from twostroke.model.gguf import GgufSource
 from twostroke.model.layers import Linear, Mlp, in_pairs
 from twostroke.model.llama import DecoderModel, Layer
-from twostroke.model.memory import keep_freed_memory
+from twostroke.model.memory import give_back_freed_memory, keep_freed_memory
 from twostroke.model.moe import SparseMlp
 from twostroke.model.parallel import ALONE, Group, Shard
 from twostroke.model.quantised import QuantisedWeight, quantise, stack
@@ -60,9 +60,12 @@ def load_model(
         check_tensors(source, checkpoint.shape, checkpoint.path)
         on_cpu = device.type == "cpu" and dtype == torch.bfloat16 and group.size == 1
         quantiser = Quantiser(source, quantization if on_cpu else "none", keep_dequantised)
-        return _Builder(checkpoint.shape, source, dtype, device, progress, group, quantiser).model()
+        builder = _Builder(checkpoint.shape, source, dtype, device, progress, group, quantiser)
+        return builder.model()
     finally:
         source.close()
+        if device.type == "cpu":
+            give_back_freed_memory()
 
 
 def _open_source(checkpoint: Checkpoint, dtype: torch.dtype, seed: int) -> WeightSource:
@@ -97,9 +100,10 @@ class Quantiser:
             part = self._one(name)
             if part is None:
                 return None
-            order = reorder(i, torch.arange(num_rows))
-            parts.append(part.rows(order))
-        return stack(parts)
+            if reorder is not _as_they_are:
+                part = part.rows(reorder(i, torch.arange(num_rows)))
+            parts.append(part)
+        return stack(parts) if len(parts) > 1 else parts[0]
 
     def _one(self, name: str) -> QuantisedWeight | None:
         if self._kind in ("int8", "int4"):
@@ -261,8 +265,16 @@ class _Builder:
         return Linear(weight, self._tensor(f"{name}.bias") if with_bias else None, quantised)
 
     def _tensor(self, name: str, part: Part = ALL) -> Tensor:
-        """A copy of a tensor in the model's type and place: a source may unmap its own."""
+        """A tensor in the model's type and place, of its own: a source may unmap what it gives."""
         tensor = self._read(name, part)
+        is_ours = (
+            not self._source.is_mapped(name)
+            and (tensor.dtype, tensor.device.type) == (self._dtype, self._device.type)
+            and tensor.is_contiguous()
+            and tensor.untyped_storage().nbytes() == tensor.nbytes  # not a part of something larger
+        )
+        if is_ours:
+            return tensor
         return torch.empty(tensor.shape, dtype=self._dtype, device=self._device).copy_(tensor)
 
     def _read(self, name: str, part: Part = ALL) -> Tensor:

@@ -42,6 +42,10 @@ class WeightSource(Protocol):
         """
         ...
 
+    def is_mapped(self, name: str) -> bool:
+        """Whether what `read` gives may share the memory of the file."""
+        ...
+
     def close(self) -> None:
         """Unmap the files. Tensors that were read stay valid."""
         ...
@@ -126,6 +130,9 @@ class SafetensorsSource:
         tensor: Tensor = self._handles[name].get_tensor(name)[part]
         return tensor, tensor.nbytes
 
+    def is_mapped(self, name: str) -> bool:
+        return True
+
     def close(self) -> None:
         self._stack.close()
         self._handles.clear()
@@ -158,6 +165,9 @@ class DummySource:
             tensor.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
         tensor = tensor[part]
         return tensor, tensor.nbytes
+
+    def is_mapped(self, name: str) -> bool:
+        return False
 
     def close(self) -> None:
         pass

@@ -1,0 +1,168 @@
+"""Memory of a server: weights, KV, and what all its processes take beyond, at rest and at the peak.
+
+    python benchmarks/memory.py [--prompts 8] [--tokens 2048] [--json] [-- MODEL, flags of serve]
+
+Starts `twostroke serve`, then sends prompts of fresh text all at once, so that steps are as full as
+they get, and reads every process's share of memory (PSS, in which a page shared by n processes
+counts 1/n for each) as often as it can, from before the weights are loaded to the end. Of the KV
+pool only the pages that were written to are there.
+
+"Weights" is what the start-up block calls so: all forms in which they are kept. The rest is code
+(torch's libraries alone are some 200 MB), Python, and what a step works in. `VmHWM` is the system's
+own record of a process's highest RSS, KV and the mapped model file included.
+"""
+
+import argparse
+import concurrent.futures
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+from startup import TIMEOUT_S, command, free_port, wait_for
+
+from twostroke.bench import report
+
+MB = 1e6
+UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+
+
+class Sampler:
+    """Reads the memory of a server's processes from a thread of its own."""
+
+    def __init__(self, server: subprocess.Popen) -> None:
+        self._server = psutil.Process(server.pid)
+        self._stop = threading.Event()
+        self.samples: list[dict[str, float]] = []  # bytes: kv, and PSS by process
+        self.peaks: dict[str, float] = {}  # VmHWM, bytes
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.samples.append(self.sample())
+            except (psutil.NoSuchProcess, OSError):
+                pass  # one of them has just ended
+
+    def sample(self) -> dict[str, float]:
+        found = {"kv": 0.0}
+        for process in (self._server, *self._server.children(recursive=True)):
+            modules = [word for word in process.cmdline() if word.startswith("twostroke.proc.")]
+            name = modules[0].removeprefix("twostroke.proc.") if modules else "api"
+            directory = Path(f"/proc/{process.pid}")
+            kv, total = read_smaps((directory / "smaps").read_text())
+            found["kv"] += kv
+            found[name] = found.get(name, 0.0) + total - kv
+            status = (directory / "status").read_text()
+            self.peaks[name] = 1024.0 * int(status.split("VmHWM:")[1].split()[0])
+        return found
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def read_smaps(text: str) -> tuple[float, float]:
+    """PSS in bytes: of the KV pool, the largest mapping without a file, and of all."""
+    largest, kv, total = 0, 0, 0
+    no_file, size = False, 0
+    for line in text.splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            no_file = len(words) == 5 or "memfd" in line
+        elif words[0] == "Size:":
+            size = int(words[1])
+        elif words[0] == "Pss:":
+            total += int(words[1])
+            if no_file and size > largest:
+                largest, kv = size, int(words[1])
+    # Before there is a pool the largest is something else, and much smaller.
+    return (1024.0 * kv if largest >= 1 << 20 else 0.0), 1024.0 * total
+
+
+def fact(block: str, name: str) -> float:
+    """The size in bytes behind a name of the start-up block."""
+    found = re.search(rf"^ *{name} +([\d.]+) (\w+)", block, re.MULTILINE)
+    if found is None:
+        sys.exit(f"the start-up block does not say {name}:\n{block}")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def load(client: httpx.Client, prompts: int, tokens: int) -> None:
+    """`prompts` requests at once, of `tokens` random tokens, 32 tokens out."""
+    numbers = random.Random(0)
+
+    def ask(prompt: list[int]) -> None:
+        body = {"model": "default", "prompt": prompt, "max_tokens": 32, "ignore_eos": True}
+        client.post("/v1/completions", json=body).raise_for_status()
+
+    texts = [[numbers.randrange(20, 40_000) for _ in range(tokens)] for _ in range(prompts)]
+    with concurrent.futures.ThreadPoolExecutor(prompts) as pool:
+        list(pool.map(ask, texts))
+
+
+def measure(flags: list[str], prompts: int, tokens: int) -> dict[str, object]:
+    port = free_port()
+    server = subprocess.Popen(
+        [command(), "serve", *flags, "--port", str(port)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    sampler = Sampler(server)
+    try:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S, trust_env=False
+        ) as client:
+            wait_for(client, "/ready", server)
+            time.sleep(0.5)  # a sample of the server at rest
+            at_rest = sampler.sample()
+            ready = len(sampler.samples)
+            load(client, prompts, tokens)
+    finally:
+        sampler.stop()
+        server.send_signal(signal.SIGINT)
+        block, _ = server.communicate(timeout=30)
+    weights = fact(block, "Weights")
+    loading = max(sampler.samples[:ready], key=_without_kv)
+    working = max(sampler.samples[ready:], key=_without_kv)
+    moments = {"loading": loading, "at rest": at_rest, "working": working}
+    return {"weights": weights, "moments": moments, "peaks": sampler.peaks}
+
+
+def _without_kv(sample: dict[str, float]) -> float:
+    return sum(sample.values()) - sample["kv"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument("flags", nargs="*", help="of twostroke serve, after --")
+    options = parser.parse_args()
+
+    measured = measure(options.flags, options.prompts, options.tokens)
+    weights, moments, peaks = measured["weights"], measured["moments"], measured["peaks"]
+    names = sorted(peaks)
+    rows = []
+    for moment, sample in moments.items():
+        beyond = _without_kv(sample) - weights
+        cells = [sample.get(name, 0.0) for name in names]
+        rows.append([moment, *(f"{it / MB:.0f}" for it in (*cells, sample["kv"], beyond))])
+    print(f"weights {weights / MB:.0f} MB; memory in MB, each process's without the KV pool")
+    print(report.table(["", *names, "KV written", "beyond weights and KV"], rows))
+    print("highest RSS (VmHWM): " + ", ".join(f"{n} {peaks[n] / MB:.0f} MB" for n in names))
+    if options.json:
+        print(report.json_line(measured))
+
+
+if __name__ == "__main__":
+    main()
