@@ -3,17 +3,19 @@
     python benchmarks/memory.py [--prompts 8] [--tokens 2048] [--json] [-- MODEL, flags of serve]
 
 Starts `twostroke serve`, then sends prompts of fresh text all at once, so that steps are as full as
-they get, and reads every process's share of memory (PSS, in which a page shared by n processes
-counts 1/n for each) as often as it can, from before the weights are loaded to the end. Of the KV
-pool only the pages that were written to are there.
+they get, and reads the memory of all its processes as often as it can, from before the weights are
+loaded to the end. Memory is what /proc/PID/smaps says: what is a process's own (PSS, but for the
+pages of files), and the pages of files that are mapped, code above all, each file once however many
+processes map it. The system can take the latter back at any time, and shares them with whoever else
+runs the same torch. Of the KV pool only the pages that were written to are there.
 
-"Weights" is what the start-up block calls so: all forms in which they are kept. The rest is code
-(torch's libraries alone are some 200 MB), Python, and what a step works in. `VmHWM` is the system's
-own record of a process's highest RSS, KV and the mapped model file included.
+"Weights" is what the start-up block calls so: all forms in which they are kept. `VmHWM` is the
+system's own record of a process's highest RSS: its own memory with the KV and the files.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import random
 import re
 import signal
@@ -46,22 +48,24 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess, OSError, IndexError):  # one just ended
                 self.samples.append(self.sample())
-            except (psutil.NoSuchProcess, OSError):
-                pass  # one of them has just ended
 
     def sample(self) -> dict[str, float]:
-        found = {"kv": 0.0}
+        found = {"KV written": 0.0}
+        files: dict[str, float] = {}
         for process in (self._server, *self._server.children(recursive=True)):
             modules = [word for word in process.cmdline() if word.startswith("twostroke.proc.")]
             name = modules[0].removeprefix("twostroke.proc.") if modules else "api"
             directory = Path(f"/proc/{process.pid}")
-            kv, total = read_smaps((directory / "smaps").read_text())
-            found["kv"] += kv
-            found[name] = found.get(name, 0.0) + total - kv
+            kv, own, mapped = read_smaps((directory / "smaps").read_text())
+            found["KV written"] += kv
+            found[name] = found.get(name, 0.0) + own - kv
+            for file, size in mapped.items():
+                files[file] = max(size, files.get(file, 0.0))
             status = (directory / "status").read_text()
             self.peaks[name] = 1024.0 * int(status.split("VmHWM:")[1].split()[0])
+        found["files"] = sum(files.values())
         return found
 
     def stop(self) -> None:
@@ -69,22 +73,28 @@ class Sampler:
         self._thread.join()
 
 
-def read_smaps(text: str) -> tuple[float, float]:
-    """PSS in bytes: of the KV pool, the largest mapping without a file, and of all."""
-    largest, kv, total = 0, 0, 0
-    no_file, size = False, 0
+def read_smaps(text: str) -> tuple[float, float, dict[str, float]]:
+    """Bytes: of the KV pool, the largest mapping without a file; of all without one; of files."""
+    largest_kb = kv_kb = own_kb = size_kb = rss_kb = 0
+    files: dict[str, float] = {}
+    file = ""
     for line in text.splitlines():
-        words = line.split()
+        words = line.split(maxsplit=5)
         if not words[0].endswith(":"):
-            no_file = len(words) == 5 or "memfd" in line
+            named = len(words) == 6 and words[5].startswith("/") and "memfd" not in words[5]
+            file = words[5] if named else ""
         elif words[0] == "Size:":
-            size = int(words[1])
-        elif words[0] == "Pss:":
-            total += int(words[1])
-            if no_file and size > largest:
-                largest, kv = size, int(words[1])
+            size_kb = int(words[1])
+        elif words[0] == "Rss:":
+            rss_kb = int(words[1])
+            if file:
+                files[file] = files.get(file, 0.0) + 1024.0 * rss_kb
+        elif words[0] == "Pss:" and not file:
+            own_kb += int(words[1])
+            if size_kb > largest_kb:
+                largest_kb, kv_kb = size_kb, int(words[1])
     # Before there is a pool the largest is something else, and much smaller.
-    return (1024.0 * kv if largest >= 1 << 20 else 0.0), 1024.0 * total
+    return (1024.0 * kv_kb if largest_kb >= 1 << 20 else 0.0), 1024.0 * own_kb, files
 
 
 def fact(block: str, name: str) -> float:
@@ -138,7 +148,7 @@ def measure(flags: list[str], prompts: int, tokens: int) -> dict[str, object]:
 
 
 def _without_kv(sample: dict[str, float]) -> float:
-    return sum(sample.values()) - sample["kv"]
+    return sum(sample.values()) - sample["KV written"]
 
 
 def main() -> None:
@@ -151,15 +161,15 @@ def main() -> None:
 
     measured = measure(options.flags, options.prompts, options.tokens)
     weights, moments, peaks = measured["weights"], measured["moments"], measured["peaks"]
-    names = sorted(peaks)
+    names = [*sorted(peaks), "files", "KV written"]
     rows = []
     for moment, sample in moments.items():
         beyond = _without_kv(sample) - weights
-        cells = [sample.get(name, 0.0) for name in names]
-        rows.append([moment, *(f"{it / MB:.0f}" for it in (*cells, sample["kv"], beyond))])
-    print(f"weights {weights / MB:.0f} MB; memory in MB, each process's without the KV pool")
-    print(report.table(["", *names, "KV written", "beyond weights and KV"], rows))
-    print("highest RSS (VmHWM): " + ", ".join(f"{n} {peaks[n] / MB:.0f} MB" for n in names))
+        cells = (*(sample.get(name, 0.0) for name in names), beyond, beyond - sample["files"])
+        rows.append([moment, *(f"{cell / MB:.0f}" for cell in cells)])
+    print(f"memory in MB; weights {weights / MB:.0f} MB; each process's own is without KV")
+    print(report.table(["", *names, "beyond weights and KV", "of it no files"], rows))
+    print("highest RSS (VmHWM): " + ", ".join(f"{n} {peaks[n] / MB:.0f} MB" for n in sorted(peaks)))
     if options.json:
         print(report.json_line(measured))
 
