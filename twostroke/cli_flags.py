@@ -25,14 +25,14 @@ SERVER_ONLY = frozenset(
     {"host", "port", "api_key", "max_num_queued_reqs", "metrics_prefix"}
     | {"served_model_name", "chat_template", "data_parallel_size", "prefill", "decode", "ray"}
     | {"pd_policy", "kv_mode", "kv_lease_s", "handoff_timeout_s", "handoff_retries"}
-    | {"kv_recompute_max_tokens", "engines_listen", "engine_timeout_s", "profile"}
+    | {"kv_recompute_max_tokens", "engines_listen", "engine_timeout_s", "profile", "save_ledger"}
 )
 # What an engine used as a library does not have: it serves nobody else.
 ONLINE_ONLY = ENGINE_ONLY.union(
     {"host", "port", "api_key", "max_num_queued_reqs", "shutdown_timeout_s", "metrics_prefix"},
     {"prefill", "decode", "ray", "pd_policy", "kv_mode", "kv_transport", "kv_lease_s"},
     {"handoff_timeout_s", "handoff_retries", "kv_hold_share", "kv_recompute_max_tokens"},
-    {"kv_host", "engines_listen", "key", "engine_timeout_s", "profile"},
+    {"kv_host", "engines_listen", "key", "engine_timeout_s", "profile", "save_ledger"},
 )
 
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -31,6 +31,10 @@ def plan(
     max_num_batched_tokens: Annotated[int, typer.Option(min=1)] = 8192,
     gpu_memory_utilization: Annotated[float, typer.Option()] = 0.9,
     block_size: Annotated[int, typer.Option(min=1)] = 16,
+    kv_mode: Annotated[
+        Literal["pull", "stream"],
+        typer.Option(help="pull: D reads a whole prompt; stream: chunk by chunk"),
+    ] = "pull",
     checks: Annotated[int, typer.Option(help="layouts that the twin runs", min=0)] = 6,
     seed: Annotated[int, typer.Option()] = 0,
     example: Annotated[str, typer.Option(help="article: a worked case, with a map")] = "",
@@ -59,6 +63,7 @@ def plan(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
+        kv_mode=kv_mode,
     )
     question = ask(model, gpu, workload, slo, gpus=gpus, link=link, engines=engines, seed=seed)
     with _progress(quiet=json) as show:

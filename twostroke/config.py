@@ -187,6 +187,7 @@ class EngineConfig:
     metrics_prefix: Literal["twostroke", "vllm"] = _setting("twostroke", "of Prometheus names")
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "of the log")
     trace: str = _setting("", "write a Chrome trace of the threads to this file")
+    save_ledger: str = _setting("", "write each request's ledger to this file, as JSON lines")
 
     @property
     def local_roles(self) -> tuple[Role, ...]:

@@ -152,17 +152,24 @@ class KvReceived(msgspec.Struct, kw_only=True):
     What may still be read for it (it was aborted, or late) is thrown away.
 
     `num_tokens` were read (0: all was cached here, or it was better recomputed: `reason`). The time
-    is from the first read to the last; with an `error` the request has ended by FinishReason.ERROR,
-    and the router may run it elsewhere.
+    is from the first read to the last; of that, reads were under way for `read_s` (0: all of it).
+    With an `error` the request has ended by FinishReason.ERROR; the router may run it elsewhere.
     """
 
     handle: int
     num_tokens: int = 0
     num_bytes: int = 0
+    num_messages: int = 0
     started_s: float = 0.0
     ended_s: float = 0.0
+    read_s: float = 0.0
     error: str = ""
     reason: str = ""
+
+    @property
+    def moving_s(self) -> float:
+        """For how long its bytes moved: where it streams, less than from start to end."""
+        return self.read_s or self.ended_s - self.started_s
 
 
 class KvLink(msgspec.Struct, kw_only=True):

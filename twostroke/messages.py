@@ -274,6 +274,8 @@ class EngineReady(msgspec.Struct, tag="ready"):
     block_size: int
     facts: list[tuple[str, str, str]] = []  # name, value, reason: for the start-up block
     kv: KvEndpoint | None = None  # None: it takes no part in hand-offs
+    max_num_seqs: int = 0  # 0: not told
+    max_hold_share: float = 0.0  # of the pool, most that prompts kept for others may take; likewise
 
 
 class EngineProgress(msgspec.Struct, tag="progress"):

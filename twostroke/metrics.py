@@ -257,7 +257,7 @@ class EngineMetrics:
 
     def observe_transfer(self, received: KvReceived) -> None:
         """KV came to this engine from another."""
-        seconds = received.ended_s - received.started_s
+        seconds = received.moving_s
         if received.num_bytes and seconds > 0:
             self._moves["kv_transfer_size_bytes"].observe(received.num_bytes)
             self._moves["kv_transfer_time_seconds"].observe(seconds)

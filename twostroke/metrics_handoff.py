@@ -38,9 +38,11 @@ class HandoffNumbers:
     num_transfers: int = 0
     transfer_tokens: int = 0
     transfer_bytes: int = 0
+    transfer_messages: int = 0
     transfer_s: float = 0.0
     engines: Mapping[int, EngineRole] = field(default_factory=dict)
     verdicts: Mapping[str, float] = field(default_factory=dict)  # 1: it calls for a change
+    observed: Mapping[str, float] = field(default_factory=dict)  # what they rest on
     advised: tuple[int, int] | None = None  # prefill and decode engines, of those there are
 
 
@@ -90,7 +92,8 @@ def collect_handoff(numbers: HandoffNumbers, prefix: str, model_name: str) -> It
     yield counter("kv_transfers", "Loads that moved KV.", [((), it.num_transfers)])
     yield counter("kv_transfer_tokens", "Tokens whose KV moved.", [((), it.transfer_tokens)])
     yield counter("kv_transfer_bytes", "Bytes of KV that moved.", [((), it.transfer_bytes)])
-    yield counter("kv_transfer_seconds", "Time spent in transfers.", [((), it.transfer_s)])
+    yield counter("kv_transfer_messages", "Reads that it took.", [((), it.transfer_messages)])
+    yield counter("kv_transfer_seconds", "Time spent in reads of KV.", [((), it.transfer_s)])
     verdicts = GaugeMetricFamily(
         f"{prefix}:advice",
         "1: this verdict of `twostroke diagnose` calls for a change, NaN: it cannot be told.",
@@ -99,6 +102,14 @@ def collect_handoff(numbers: HandoffNumbers, prefix: str, model_name: str) -> It
     for name, value in it.verdicts.items():
         verdicts.add_metric([*labels.values(), name], value)
     yield verdicts
+    observed = GaugeMetricFamily(
+        f"{prefix}:observed",
+        "What the verdicts rest on: figures of the last minute, by their names in an observation.",
+        labels=[*labels, "figure"],
+    )
+    for name, value in it.observed.items():
+        observed.add_metric([*labels.values(), name], value)
+    yield observed
     if it.advised is not None:
         yield gauge("advised_prefill_engines", "Of those there are, for prefill.", it.advised[0])
         yield gauge("advised_decode_engines", "Of those there are, for decode.", it.advised[1])

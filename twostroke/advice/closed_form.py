@@ -6,15 +6,20 @@ it holds returns infinity (a queue that grows without end), never a wrong number
 
 Sources, by the number used below:
  [1] rate matching: DistServe, arXiv 2401.09670; 2506.05508
- [2] Erlang C and Allen-Cunneen: Kleinrock, Queueing Systems; batches of growing size: Inoue,
-     arXiv 1912.06322; P for a bound on TTFT: arXiv 2603.04716
- [3] residency of KV: Little's law; arXiv 2605.04595
+ [2] Erlang C, Allen-Cunneen, M/G/1: Kleinrock, Queueing Systems; batches of growing size: Inoue,
+     arXiv 1912.06322
+ [3] Little's law
  [4] processor sharing: M/G/1-PS is insensitive to sizes, E[T | x] = x / (1 - rho)
  [5] Mooncake, FAST'25, equation 2
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from twostroke.arrays import Float64s
 
 INFINITE = math.inf
 
@@ -86,18 +91,153 @@ def wait_mgc_s(
     return waits * service_s / (servers - offered) * (1 + service_scv) / 2
 
 
-def batch_latency_s(rate_per_s: float, each_s: float, fixed_s: float) -> float:
-    """Mean time in a server that, when free, takes all who wait: a batch of n lasts fixed + n each.
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A queue before one server. Times are means in seconds.
 
-    The smaller of Inoue's two upper bounds, which are tight for Poisson arrivals [2].
+    A request takes alone_s + busy * (residual_s + backlog_s) + mates_s: it finds the server at work
+    with chance `busy`, waits for the step under way and for what else comes before it, and its own
+    step is longer for those that share it, of which there are `in_step` with itself.
+    """
+
+    alone_s: float
+    busy: float = 0.0
+    residual_s: float = 0.0
+    backlog_s: float = 0.0
+    mates_s: float = 0.0
+    in_step: float = 1.0
+    by_request: float = 1.0  # share of a step's time that grows with the requests in it
+
+    def latency_s(self, servers: int = 1) -> float:
+        """Until the step of a request ends, before so many such servers.
+
+        Each has a queue of its own, and a request goes where least is to be done: it waits only if
+        all are at work (Erlang's C), and what is before it is spread over all.
+        """
+        waits, even = self._spread(servers)
+        before_s = self.residual_s / even + self.backlog_s / servers
+        return self.alone_s + waits * self.busy * before_s + waits * self.mates_s / even
+
+    def together(self, servers: int = 1) -> float:
+        """Requests in the step of one, before so many servers."""
+        waits, even = self._spread(servers)
+        return 1 + (self.in_step - 1) * waits / even
+
+    def _spread(self, servers: int) -> tuple[float, float]:
+        """The chance to wait, over that before one server; and over how many steps are evened out.
+
+        Where time goes with the requests, to send each to the shortest queue is as good as one
+        queue before all. Where it does not, all that are at work stay so for as long. In between
+        the power was fitted to the twin.
+        """
+        if servers == 1 or not 0 < self.busy < 1:
+            return 1.0, 1.0
+        waits = erlang_c(servers, servers * self.busy) / self.busy
+        return waits, 1 + (servers - 1) * self.by_request**4
+
+
+def one_at_a_time(rate_per_s: float, service_s: float, service_scv: float = 0.0) -> Line:
+    """M/G/1: steps that one request fills. `rate_per_s` is that of one server [2].
+
+    `service_scv`: variance of the service time over its mean squared.
+    """
+    busy = rate_per_s * service_s
+    if busy >= 1:
+        return Line(alone_s=INFINITE)
+    residual_s = service_s * (1 + service_scv) / 2
+    return Line(
+        alone_s=service_s,
+        busy=busy,
+        residual_s=residual_s,
+        backlog_s=residual_s * busy / (1 - busy),
+    )
+
+
+def few_at_a_time(rate_per_s: float, service_s: Sequence[float]) -> Line:
+    """A step takes as many of those who wait as fit: n of them last `service_s`[n - 1].
+
+    Exact for Poisson arrivals, by the chain of how many are left behind at the end of each step
+    (a transition for each number of arrivals in one); `service_s` is short, or the chain is not.
+    """
+    most = len(service_s)
+    if rate_per_s * service_s[-1] >= most:
+        return Line(alone_s=INFINITE)
+    waiting = np.arange(STATES_EACH * most)
+    taken = np.clip(waiting, 1, most)
+    seconds = np.asarray(service_s)[taken - 1]
+    coming = _poisson(rate_per_s * seconds, len(waiting))
+    left = np.maximum(waiting - taken, 0)
+    index = waiting[None, :] - left[:, None]
+    chain = np.where(index >= 0, np.take_along_axis(coming, np.maximum(index, 0), axis=1), 0.0)
+    chain[:, -1] += 1 - chain.sum(axis=1)
+    balance = chain.T - np.eye(len(waiting))
+    balance[-1] = 1.0
+    chance = np.linalg.solve(balance, np.eye(len(waiting))[-1])
+    busy_s = float(chance @ seconds)
+    cycle_s = busy_s + float(chance[0]) / rate_per_s
+    # Present during a step: those who wait and those in it; on average half of those who come.
+    present = seconds * (np.maximum(waiting, 1) + rate_per_s * seconds / 2)
+    latency_s = float(chance @ present) / cycle_s / rate_per_s
+    served = float(chance @ taken)
+    mates_s = float(chance @ (taken * (seconds - seconds[0]))) / served
+    busy, residual_s = busy_s / cycle_s, float(chance @ seconds**2) / 2 / busy_s
+    return Line(
+        alone_s=float(seconds[0]),
+        busy=busy,
+        residual_s=residual_s,
+        backlog_s=max(0.0, (latency_s - float(seconds[0]) - mates_s) / busy - residual_s),
+        mates_s=mates_s,
+        in_step=float(chance @ taken**2) / served,
+        by_request=1 - _fixed_s(service_s) / float(chance @ seconds),
+    )
+
+
+def _fixed_s(service_s: Sequence[float]) -> float:
+    """What a step takes whoever is in it, by the line through its shortest and its longest."""
+    each_s = (service_s[-1] - service_s[0]) / max(1, len(service_s) - 1)
+    return max(0.0, service_s[0] - each_s)
+
+
+STATES_EACH = 16  # of the chain, for each request that fits into a step
+
+
+def _poisson(means: Float64s, count: int) -> Float64s:
+    """[means, count] Chances of 0, 1, ... arrivals."""
+    numbers = np.arange(count)
+    logs = np.concatenate([[0.0], np.cumsum(np.log(numbers[1:]))])
+    chances: Float64s = np.exp(numbers * np.log(means)[:, None] - means[:, None] - logs)
+    return chances
+
+
+def all_at_once(rate_per_s: float, each_s: float, fixed_s: float) -> Line:
+    """A server that, when free, takes all who wait: n of them last fixed + n each.
+
+    The latency is the smaller of Inoue's two upper bounds, tight for Poisson arrivals [2].
     """
     load = rate_per_s * each_s
     if load >= 1:
-        return INFINITE
+        return Line(alone_s=INFINITE)
     step = rate_per_s * fixed_s
     small = (each_s + fixed_s) / (2 * (1 - load)) * (1 + 2 * step + (1 - step) / (1 + load))
     large = 1.5 * fixed_s / (1 - load) + each_s / 2 * (load + 2) / (1 - load * load)
-    return min(small, large)
+    latency_s, alone_s = min(small, large), fixed_s + each_s
+    # After a mean step nobody waits with chance `empty`; then the server idles for 1 / rate.
+    mean_s, empty = alone_s, 0.0
+    for _ in range(20):
+        empty = math.exp(-rate_per_s * mean_s)
+        mean_s = fixed_s + each_s * (rate_per_s * mean_s + empty)
+    busy = rate_per_s * mean_s / (rate_per_s * mean_s + empty)
+    # Half of the step under way, of length S, is waited for; S more brings rate * S mates:
+    # latency = S / 2 + fixed + each (1 + rate S).
+    under_way_s = max(0.0, latency_s - alone_s) / (0.5 + load)
+    return Line(
+        alone_s=alone_s,
+        busy=busy,
+        residual_s=under_way_s / 2 / busy if busy > 0 else 0.0,
+        mates_s=load * under_way_s,
+        in_step=1 + rate_per_s * under_way_s,
+        by_request=1 - fixed_s / mean_s,
+    )
 
 
 def steps_in_a_row_s(rate_per_s: float, each_s: float, fixed_s: float) -> tuple[float, float]:
@@ -115,38 +255,12 @@ def steps_in_a_row_s(rate_per_s: float, each_s: float, fixed_s: float) -> tuple[
     return mean, square / mean
 
 
-def batch_mates(rate_per_s: float, latency_s: float, each_s: float, fixed_s: float) -> float:
-    """How large the batch is that a request finds itself in, by `batch_latency_s`.
-
-    It waits half of the service under way (of length S), and S more brings rate * S mates:
-    latency = S / 2 + fixed + each (1 + rate S).
-    """
-    under_way_s = (latency_s - fixed_s - each_s) / (0.5 + rate_per_s * each_s)
-    return 1 + rate_per_s * max(0.0, under_way_s)
-
-
-def rate_for_ttft_per_s(prefill_per_s: float, ttft_s: float, transfer_s: float) -> float:
-    """Rate that one P (as M/M/1) takes so that mean TTFT stays below `ttft_s` [2]."""
-    left_s = ttft_s - transfer_s
-    return max(0.0, prefill_per_s - 1 / left_s) if left_s > 0 else 0.0
-
-
 # ---------------------------------------------------------------- 3. what KV holds
 
 
 def concurrency(pool_tokens: float, tokens_each: float) -> int:
     """Whole requests whose KV fits at once."""
     return int(pool_tokens // tokens_each)
-
-
-def residency_token_steps(prompt_tokens: float, output_tokens: float) -> float:
-    """Tokens held, summed over a request's decode steps: O * I + O (O + 1) / 2 [3]."""
-    return output_tokens * prompt_tokens + output_tokens * (output_tokens + 1) / 2
-
-
-def residency_per_s(pool_tokens: float, step_s: float, token_steps: float) -> float:
-    """Most requests/s that a pool lets through while each step lasts `step_s` [3]."""
-    return pool_tokens / (step_s * token_steps)
 
 
 def in_flight(rate_per_s: float, seconds_each: float) -> float:
@@ -224,11 +338,6 @@ def staging_slots(pool_tokens: float, tokens_each: float, max_num_seqs: int) -> 
     return concurrency(pool_tokens, tokens_each) - max_num_seqs
 
 
-def staging_bytes_per_s(slots: int, request_bytes: float, transfer_s: float) -> float:
-    """Most bytes/s that can arrive in `slots` at a time."""
-    return max(0, slots) * request_bytes / transfer_s
-
-
 def held_tokens(rate_per_s: float, prompt_tokens: float, held_s: float) -> float:
     """Tokens pinned on P from the prompt's first step until D has read them."""
     return rate_per_s * prompt_tokens * held_s
@@ -237,25 +346,11 @@ def held_tokens(rate_per_s: float, prompt_tokens: float, held_s: float) -> float
 # ---------------------------------------------------------------- 7. and 8. the link
 
 
-def link_utilisation(rate_per_s: float, request_bytes: float, bytes_per_s: float) -> float:
-    """Share of a link's rate that is asked for."""
-    return rate_per_s * request_bytes / bytes_per_s
-
-
 def shared_transfer_s(
     base_s: float, request_bytes: float, bytes_per_s: float, load: float
 ) -> float:
     """Mean transfer time on a link shared by all that is in flight, at utilisation `load` [4]."""
     return base_s + request_bytes / (bytes_per_s * (1 - load)) if load < 1 else INFINITE
-
-
-def largest_backlog_bytes(spans: Sequence[tuple[float, float]], demand_bytes_per_s: float) -> float:
-    """Most bytes that pile up when a link has, in turn, each (seconds, bytes/s) of `spans`."""
-    backlog = worst = 0.0
-    for seconds, bytes_per_s in spans:
-        backlog = max(0.0, backlog + seconds * (demand_bytes_per_s - bytes_per_s))
-        worst = max(worst, backlog)
-    return worst
 
 
 def message_efficiency(message_bytes: float, message_s: float, bytes_per_s: float) -> float:
@@ -275,7 +370,7 @@ def message_bytes_for(efficiency: float, message_s: float, bytes_per_s: float) -
 
 def worth_moving_bytes_per_s(hit_bytes: float, saved_s: float) -> float:
     """Rate above which moving a prefix's KV beats computing it again, which takes `saved_s` [5]."""
-    return hit_bytes / saved_s if saved_s > 0 else INFINITE
+    return INFINITE if saved_s <= 0 else hit_bytes / saved_s
 
 
 def append_on_decode(

@@ -6,7 +6,6 @@ from twostroke.advice.observation import UNKNOWN, Observation
 
 FULL = 0.9  # share of a pool, of seats or of a bound from which it counts as used up
 USUAL_ELASTICITY = 0.6  # of an H100 at TP8 from 64 to 288 rows, for where it was not measured
-MOST_GROWTH = 20.0  # of a batch, as a power of e: beyond any hardware
 FILLED = 0.97  # of a pool: what is left is less than a prompt
 
 
@@ -32,6 +31,15 @@ def request_s(seen: Observation) -> float:
         seen.preempted_s,
     )
     return seen.decode_s + sum(map(known, parts))
+
+
+def carried_per_s(seen: Observation) -> float:
+    """Requests/s of the slower side, all its engines together."""
+    sides = (
+        seen.num_prefill * prefill_capacity_per_s(seen),
+        seen.num_decode * decode_capacity_per_s(seen),
+    )
+    return UNKNOWN if math.isnan(sum(sides)) else min(sides)
 
 
 def decode_saturation(seen: Observation) -> str:
@@ -95,17 +103,21 @@ def decode_room(seen: Observation) -> float:
 
 
 def decode_capacity_per_s(seen: Observation) -> float:
-    """Requests/s of one D with the batch that its KV, seats and bound on TPOT allow.
-
-    A step over B rows is taken to last as B^elasticity, so B^(1 - elasticity) is what a larger
-    batch brings.
-    """
+    """Requests/s of one D with the batch that its KV, seats and bound on TPOT allow."""
     now = over(seen.decode_running, seen.output_tokens * seen.tpot_s)
     power, growth = elasticity(seen), decode_room(seen)
     if seen.tpot_slo_s > 0 and seen.tpot_s > 0 and power > 0:
-        allowed = (math.log(seen.tpot_slo_s) - math.log(seen.tpot_s)) / power
-        growth = min(growth, math.exp(min(allowed, MOST_GROWTH)))
-    return float(now * growth ** (1 - power))
+        allowed = (seen.tpot_slo_s / seen.tpot_s - 1 + power) / power
+        growth = min(growth, max(allowed, over(1.0, seen.decode_running)))
+    return now * batch_gain(growth, power)
+
+
+def batch_gain(growth: float, elasticity: float) -> float:
+    """What a batch so many times as large brings in tokens/s.
+
+    A step over B rows is taken to last a + b B, of which b B is the share `elasticity` at present.
+    """
+    return growth / (1 - elasticity + elasticity * growth)
 
 
 def link_load(seen: Observation, *, low: bool = False) -> float:

@@ -48,7 +48,8 @@ class Observation:
     prefill_tokens_per_s: float = UNKNOWN  # of one P while it computes
     # between
     room_wait_s: float = UNKNOWN  # P is done; D has no blocks yet
-    transfer_s: float = UNKNOWN
+    transfer_s: float = UNKNOWN  # D has blocks; the KV is not there yet
+    read_s: float = UNKNOWN  # of that, its bytes move
     transfer_bytes: float = UNKNOWN  # of one transfer
     transfer_messages: float = UNKNOWN
     transfer_bytes_per_s: float = UNKNOWN  # over all links
@@ -88,13 +89,61 @@ class Observation:
         given = {name: value for name, value in facts.items() if value is not None}
         return dataclasses.replace(self, **given)  # type: ignore[arg-type]
 
-    def as_dict(self) -> dict[str, float | str]:
+    def figures(self) -> dict[str, float]:
         """What is known, by name."""
-        values = dataclasses.asdict(self)
-        return {k: v for k, v in values.items() if isinstance(v, str) or not math.isnan(v)}
+        values = ((name, getattr(self, name)) for name in FIELDS if name != "source")
+        return {name: value for name, value in values if not math.isnan(value)}
+
+    def as_dict(self) -> dict[str, float | str]:
+        """The same with the source."""
+        return {"source": self.source, **self.figures()}
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Observation))
+
+WORDS = {  # for people; what is not here is its own name with spaces
+    "num_prefill": "how many prefill engines there are",
+    "num_decode": "how many decode engines there are",
+    "decode_tp": "D's tensor-parallel size",
+    "num_kv_heads": "KV heads of the model",
+    "kv_token_bytes": "bytes of a token's KV",
+    "requests_per_s": "requests/s",
+    "prompt_tokens": "lengths of prompts",
+    "output_tokens": "lengths of answers",
+    "prefill_busy": "share of the time that P computes",
+    "prefill_queue_s": "time in P's queue",
+    "prefill_waiting": "requests waiting on P",
+    "prefill_running": "requests running on P",
+    "prefill_kv_usage": "KV in use on P",
+    "prefill_pin_wait_s": "how long prompts wait for KV that P keeps for D",
+    "prefill_pinned": "share of P's KV that is kept for D",
+    "prefill_tokens_per_s": "tokens/s of P while it computes",
+    "room_wait_s": "how long prompts wait for room on D",
+    "transfer_s": "how long requests wait for their transfer",
+    "transfer_bytes": "bytes of a transfer",
+    "transfer_messages": "messages of a transfer",
+    "transfer_bytes_per_s": "bytes/s that move",
+    "link_bytes_per_s": "rate of the link (--link)",
+    "link_low_bytes_per_s": "rate of the link in its worst tenth of the time",
+    "link_message_s": "what each message costs",
+    "num_links": "how many links there are",
+    "decode_s": "time spent decoding",
+    "tpot_s": "time per output token",
+    "decode_running": "rows of D's steps",
+    "decode_loading": "requests whose KV is on its way",
+    "decode_waiting": "requests waiting on D",
+    "decode_kv_usage": "KV in use on D",
+    "decode_pool_tokens": "size of D's KV pool",
+    "decode_elasticity": "how step time grows with the batch (it hardly varied)",
+    "tpot_slo_s": "bound on TPOT (--slo)",
+    "turn_tokens": "new tokens of a usual next turn (--turn-tokens)",
+    "prefix_tokens": "length of a usual prefix hit (--prefix-tokens)",
+}
+
+
+def words(name: str) -> str:
+    """What a field says, for people."""
+    return WORDS.get(name, name.replace("_", " "))
 
 
 def from_dict(values: object) -> Observation:

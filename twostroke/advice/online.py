@@ -6,23 +6,26 @@ I/O: the caller shows the result where it likes.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from twostroke.advice import figures
 from twostroke.advice.closed_form import best_split
-from twostroke.advice.figures import known, over
+from twostroke.advice.figures import over
 from twostroke.advice.observation import UNKNOWN, Observation
 from twostroke.advice.verdict import Verdict
 from twostroke.advice.verdicts import WORTH_CHANGING, judge
 from twostroke.clock import Clock
-from twostroke.kv_messages import KvEndpoint, KvLink, row_bytes
+from twostroke.kv_messages import KvLink, row_bytes
 from twostroke.messages import EngineOutputs, EngineReady
 
 Role = Literal["prefill", "decode", "both"]
 
 FEWEST_STEPS = 30  # with different batches, for a slope over them
+FEWEST_TRANSFERS = 5  # between two looks, for a rate of the links then
+FEWEST_RATES = 3  # for the worst of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +47,9 @@ class Advice:
 @dataclass
 class _Engine:
     role: Role
-    pool_tokens: float = UNKNOWN
-    endpoint: KvEndpoint | None = None
+    ready: EngineReady | None = None
     num_preemptions: int = 0
+    reads_until_s: float = 0.0
 
 
 class SteadyRatio:
@@ -92,12 +95,11 @@ class Advisor:
         *,
         window_s: float = 60.0,
         every_s: float = 5.0,
-        pin_limit: float = UNKNOWN,
-        max_num_seqs: float = UNKNOWN,
+        streams: bool = False,
     ) -> None:
         self._clock = clock
         self._window_s, self._every_s = window_s, every_s
-        self._pin_limit, self._max_num_seqs = pin_limit, max_num_seqs
+        self._streams = streams
         self._engines: dict[int, _Engine] = {}
         self._links: dict[tuple[int, str], KvLink] = {}
         self._sums: defaultdict[str, float] = defaultdict(float)
@@ -111,9 +113,7 @@ class Advisor:
         """An engine is there, is ready, or has another role now."""
         it = self._engines.setdefault(engine, _Engine(role))
         it.role = role
-        if ready is not None:
-            it.pool_tokens = float((ready.num_blocks - 1) * ready.block_size)
-            it.endpoint = ready.kv
+        it.ready = ready or it.ready
 
     def engine_gone(self, engine: int) -> None:
         """An engine has died or left."""
@@ -145,7 +145,12 @@ class Advisor:
             if received.num_bytes and not received.error:
                 sums["transfers"] += 1
                 sums["transfer bytes"] += received.num_bytes
-                sums["transfer_s"] += received.ended_s - received.started_s
+                sums["transfer messages"] += received.num_messages
+                sums["read_s"] += received.moving_s
+                # Reads side by side share the link: its rate is bytes over the time of any.
+                started_s = max(received.started_s, it.reads_until_s)
+                sums["link busy_s"] += max(0.0, received.ended_s - started_s)
+                it.reads_until_s = max(it.reads_until_s, received.ended_s)
         for link in outputs.kv_links:
             if not link.error:
                 self._links[engine, link.engine_id] = link
@@ -227,10 +232,11 @@ class Advisor:
             prefill_running=gauge("prefill", "num_running"),
             prefill_kv_usage=gauge("prefill", "kv_usage"),
             prefill_pinned=gauge("prefill", "hold_usage"),
-            prefill_pin_limit=self._pin_limit,
             prefill_tokens_per_s=over(grown["prefill tokens"], grown["prefill busy_s"]),
             room_wait_s=spent("held"),
-            transfer_s=known(over(grown["transfer_s"], transfers), spent("transfer")),
+            transfer_s=spent("transfer"),
+            read_s=over(grown["read_s"], transfers),
+            transfer_messages=over(grown["transfer messages"], transfers),
             transfer_bytes=over(grown["transfer bytes"], transfers),
             transfer_bytes_per_s=over(grown["transfer bytes"], window_s),
             decode_queue_s=spent("decode_queue"),
@@ -242,11 +248,10 @@ class Advisor:
             decode_loading=gauge("decode", "num_loading"),
             decode_waiting=gauge("decode", "num_waiting"),
             decode_kv_usage=gauge("decode", "kv_usage"),
-            decode_max_num_seqs=self._max_num_seqs,
             decode_elasticity=_elasticity(grown),
             preemptions_per_request=over(grown["preemptions"], ended),
             **self._of_links(),
-            **self._of_pools(),
+            **self._of_engines(),
         )
 
     def _of_links(self) -> dict[str, float]:
@@ -255,15 +260,42 @@ class Advisor:
         readers = {engine for engine, _ in self._links}
         return {
             "link_bytes_per_s": over(sum(rates), len(rates)),
+            "link_low_bytes_per_s": self._low_bytes_per_s(),
             "link_message_s": over(sum(link.message_s for link in links), len(links)),
             "num_links": float(len(readers)) if readers else UNKNOWN,
         }
 
-    def _of_pools(self) -> dict[str, float]:
-        decoders = [it for it in self._engines.values() if it.role == "decode"]
-        pools = [it.pool_tokens for it in decoders if it.pool_tokens > 0]
-        layouts = [it.endpoint.layout for it in decoders if it.endpoint is not None]
-        facts = {"decode_pool_tokens": over(sum(pools), len(pools))}
+    def _low_bytes_per_s(self) -> float:
+        """What a link did, while it moved anything, in the worst tenth of the time between looks.
+
+        Not known where D reads chunk by chunk: there it waits for P, not for the link.
+        """
+        rates = []
+        for (_, before), (_, after) in pairwise(self._past):
+            moved = after.get("transfers", 0.0) - before.get("transfers", 0.0)
+            if moved >= FEWEST_TRANSFERS and not self._streams:
+                num_bytes = after["transfer bytes"] - before.get("transfer bytes", 0.0)
+                busy_s = after["link busy_s"] - before.get("link busy_s", 0.0)
+                rates.append(over(num_bytes, busy_s))
+        return sorted(rates)[len(rates) // 10] if len(rates) >= FEWEST_RATES else UNKNOWN
+
+    def _of_engines(self) -> dict[str, float]:
+        """Sizes that engines tell when they are ready; 0 and None are those they do not tell."""
+
+        def told(role: Role, value: Callable[[EngineReady], float]) -> float:
+            found = [
+                value(it.ready) for it in self._engines.values() if it.role == role and it.ready
+            ]
+            found = [it for it in found if it > 0]
+            return over(sum(found), len(found))
+
+        facts = {
+            "prefill_pin_limit": told("prefill", lambda it: it.max_hold_share),
+            "decode_max_num_seqs": told("decode", lambda it: float(it.max_num_seqs)),
+            "decode_pool_tokens": told("decode", lambda it: (it.num_blocks - 1.0) * it.block_size),
+        }
+        its = [it.ready.kv for it in self._engines.values() if it.role == "decode" and it.ready]
+        layouts = [kv.layout for kv in its if kv is not None]
         if layouts:
             it = layouts[0]
             tp = it.tensor_parallel_size

@@ -15,6 +15,11 @@ QUESTIONS = {
     "ratio": "Does the P:D ratio fit the lengths of inputs and outputs?",
 }
 NAMES = tuple(QUESTIONS)
+FLAGS = {  # of `twostroke diagnose`, by the figure that they tell
+    "link_bytes_per_s": "--link",
+    "turn_tokens": "--turn-tokens",
+    "kv_token_bytes": "--model",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +80,19 @@ class Case:
         )
 
 
-def unknown(name: str, missing: tuple[str, ...], action: str = "") -> Verdict:
-    """No answer, for want of `missing`."""
+def unknown(name: str, missing: tuple[str, ...], evidence: tuple[str, ...] = ()) -> Verdict:
+    """No answer, for want of `missing`; `evidence` is what is known all the same."""
+    flags = [FLAGS[field] for field in missing if field in FLAGS]
+    others = [field for field in missing if field not in FLAGS]
+    action = f"give {' and '.join(flags)}" if flags else ""
+    if others or not missing:
+        action += f"{', and ' if flags else ''}watch it while requests come"
     return Verdict(
         name=name,
         answer="unknown",
         calls_for_action=None,
         summary="cannot be told from what was given",
+        evidence=evidence,
         confidence="none",
         action=action,
         missing=missing,
@@ -93,7 +104,7 @@ def evidence(*lines: tuple[str, float, str] | str) -> tuple[str, ...]:
     return tuple(
         line if isinstance(line, str) else f"{line[0]}: {figure(line[1], line[2])}"
         for line in lines
-        if isinstance(line, str) or not math.isnan(line[1])
+        if isinstance(line, str) or math.isfinite(line[1])
     )
 
 
@@ -101,12 +112,14 @@ def figure(value: float, unit: str) -> str:
     """A value for people; `unit` is %, s, B, B/s or anything to print behind it."""
     match unit:
         case "%":
-            return f"{value:.0%}"
+            return f"{value:.0%}" if value >= 0.01 or not value else f"{value:.1%}"
         case "s":
             return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
         case "B" | "B/s":
             return _bytes(value) + unit[1:]
-    return f"{value:.4g} {unit}".rstrip()
+        case "tokens":
+            return f"{value:,.0f} tokens"
+    return f"{value:.3g} {unit}".rstrip()
 
 
 def _bytes(value: float) -> str:

@@ -76,7 +76,7 @@ def decode_bound(seen: Observation) -> Verdict:
             "add a D, raise its TP, or lower its --max-num-seqs until TPOT fits",
         )
     if used_up == "kv":
-        gain = 1.1 ** (1 - power) - 1
+        gain = figures.batch_gain(1.1, power) - 1
         return case.act(
             "kv",
             f"KV capacity binds: 10 % more KV would decode about {gain:.0%} more{balance}",
@@ -99,22 +99,20 @@ def message_size(seen: Observation) -> Verdict:
     if math.isnan(share):
         # From transfers alone: sharing the link slows them too, so that part is taken out.
         alone = 1 - min(known(figures.link_load(seen)), 0.95)
-        achieved = over(seen.transfer_bytes, seen.transfer_s * alone)
+        achieved = over(seen.transfer_bytes, known(seen.read_s, seen.transfer_s) * alone)
         # In this order a figure that is not known stays so.
         share, confidence = min(over(achieved, seen.link_bytes_per_s), 1.0), "low"
-    if math.isnan(share):
-        return unknown("message_size", missing, "give the link's rate with --link")
-    case = Case(
-        "message_size",
-        evidence(
-            ("message", size, "B"),
-            ("cost of each", seen.link_message_s, "s"),
-            ("link", seen.link_bytes_per_s, "B/s"),
-            ("share of it that such messages reach", share, "%"),
-        ),
-        confidence,
-        missing,
+    read_s = known(seen.read_s, seen.transfer_s)
+    found = evidence(
+        ("message", size, "B"),
+        ("cost of each", seen.link_message_s, "s"),
+        ("a transfer gets", over(seen.transfer_bytes, read_s), "B/s"),
+        ("link", seen.link_bytes_per_s, "B/s"),
+        ("share of it that such messages reach", share, "%"),
     )
+    if math.isnan(share):
+        return unknown("message_size", missing, found)
+    case = Case("message_size", found, confidence, missing)
     if share >= GOOD_MESSAGES:
         return case.leave("good", f"blocks of this size reach {share:.0%} of the link")
     target = forms.message_bytes_for(GOOD_MESSAGES, seen.link_message_s, seen.link_bytes_per_s)
@@ -133,7 +131,7 @@ def layout(seen: Observation) -> Verdict:
     decode = figures.decode_capacity_per_s(seen)
     missing = seen.missing("link_bytes_per_s", "link_low_bytes_per_s", "decode_elasticity")
     if not (prefill > 0 and decode > 0 and _has_counts(seen)):
-        return unknown("layout", _capacity_needs(seen))
+        return _no_capacity("layout", seen)
     rate = known(seen.link_low_bytes_per_s, seen.link_bytes_per_s)
     each_link = known(over(rate, figures.request_bytes(seen)), math.inf)
     counts = int(seen.num_prefill), int(seen.num_decode)
@@ -145,13 +143,14 @@ def layout(seen: Observation) -> Verdict:
     now, then = carried(counts), carried(best)
     linked = min(counts) * each_link <= now
     shown, better = f"{counts[0]}P:{counts[1]}D", f"{best[0]}P:{best[1]}D"
+    versus = f"{better} {then:.3g}" if better != shown else f"and no other of {sum(counts)} more"
     case = Case(
         "layout",
         evidence(
             ("one P prefills", prefill, "req/s"),
             ("one D decodes", decode, "req/s"),
             ("one link at its low moves", each_link, "req/s"),
-            f"{shown} carries {now:.3g} req/s, {better} {then:.3g}",
+            f"{shown} carries {now:.3g} req/s, {versus}",
         ),
         "medium" if missing else "high",
         missing,
@@ -176,29 +175,25 @@ def layout(seen: Observation) -> Verdict:
             "more or faster links (one engine a NIC), FP8 KV, or prefill on D while the link is "
             "slow (--pd-policy cost)",
         )
-    return case.leave("keep", f"{shown} is within 10 % of the best split")
+    return case.leave("keep", f"no split of the same engines carries 10 % more than {shown}")
 
 
 def link_limit(seen: Observation) -> Verdict:
     """near or far: 80 % of the rate, at its low where that is known."""
     load = figures.link_load(seen, low=True)
+    found = evidence(
+        ("moved", seen.transfer_bytes_per_s, "B/s"),
+        ("links", known(seen.num_links, 1), ""),
+        ("rate of each", seen.link_bytes_per_s, "B/s"),
+        ("in its worst tenth", seen.link_low_bytes_per_s, "B/s"),
+        ("utilisation", figures.link_load(seen), "%"),
+        ("a transfer takes", known(seen.read_s, seen.transfer_s), "s"),
+    )
     if math.isnan(load):
         missing = seen.missing("transfer_bytes_per_s", "link_bytes_per_s")
-        return unknown("link_limit", missing, "give the link's rate with --link")
+        return unknown("link_limit", missing, found)
     missing = seen.missing("link_low_bytes_per_s", "num_links")
-    case = Case(
-        "link_limit",
-        evidence(
-            ("moved", seen.transfer_bytes_per_s, "B/s"),
-            ("links", known(seen.num_links, 1), ""),
-            ("rate of each", seen.link_bytes_per_s, "B/s"),
-            ("in its worst tenth", seen.link_low_bytes_per_s, "B/s"),
-            ("utilisation", figures.link_load(seen), "%"),
-            ("a transfer takes", seen.transfer_s, "s"),
-        ),
-        "high" if seen.knows("num_links") else "medium",
-        missing,
-    )
+    case = Case("link_limit", found, "high" if seen.knows("num_links") else "medium", missing)
     if load < NEAR_LINK:
         return case.leave("far", f"{load:.0%} of the link is used")
     stretch = f"{1 / (1 - load):.0f} times" if load < 1 else "without bound"
@@ -299,11 +294,11 @@ def move_prefix(seen: Observation) -> Verdict:
     saved_s = over(tokens, figures.prefill_tokens_per_s(seen))
     left = max(0.05, 1 - known(figures.link_load(seen, low=True)))
     rate = known(seen.link_low_bytes_per_s, seen.link_bytes_per_s) * left
-    achieved = known(rate, over(seen.transfer_bytes, seen.transfer_s))
+    achieved = known(rate, over(seen.transfer_bytes, known(seen.read_s, seen.transfer_s)))
     needed = forms.worth_moving_bytes_per_s(hit_bytes, saved_s)
     missing = seen.missing("kv_token_bytes", "prefill_tokens_per_s", "link_bytes_per_s")
     if math.isnan(needed + achieved):
-        return unknown("move_prefix", missing, "give --model and --link")
+        return unknown("move_prefix", missing)
     case = Case(
         "move_prefix",
         evidence(
@@ -317,14 +312,13 @@ def move_prefix(seen: Observation) -> Verdict:
         (*missing, *seen.missing("prefix_tokens")),
     )
     if achieved > needed:
-        return case.act(
-            "move",
-            f"moving a hit is {over(achieved, needed):.1f} times as fast as computing it",
-            "route by prefix, and fetch hits from where they are",
-        )
+        said = f"moving a hit is {figure(over(achieved, needed), 'times')} as fast as computing it"
+        if not seen.knows("prefix_tokens"):  # nobody says that there are any
+            return case.leave("move", said, "where prompts share prefixes, fetch hits")
+        return case.act("move", said, "route by prefix, and fetch hits from where they are")
     return case.leave(
         "recompute",
-        f"computing a prefix is {over(needed, achieved):.1f} times as fast as moving it",
+        f"computing a prefix is {figure(over(needed, achieved), 'times')} as fast as moving it",
         "route to where hits are, or compute again; do not move them",
     )
 
@@ -336,7 +330,7 @@ def append_on_decode(seen: Observation) -> Verdict:
     through_s = waits_s + compute_s + seen.transfer_s
     if math.isnan(through_s + seen.decode_running):
         needs = ("turn_tokens", "prefill_tokens_per_s", "transfer_s", "decode_running")
-        return unknown("append_on_decode", seen.missing(*needs), "give --turn-tokens")
+        return unknown("append_on_decode", seen.missing(*needs))
     slack = known(over(seen.tpot_slo_s, seen.tpot_s), 1.0)
     missing = seen.missing("tpot_slo_s", "prefill_queue_s")
     case = Case(
@@ -369,7 +363,7 @@ def ratio(seen: Observation) -> Verdict:
     prefill = figures.prefill_capacity_per_s(seen)
     decode = figures.decode_capacity_per_s(seen)
     if not (prefill > 0 and decode > 0 and _has_counts(seen)):
-        return unknown("ratio", _capacity_needs(seen))
+        return _no_capacity("ratio", seen)
     counts = int(seen.num_prefill), int(seen.num_decode)
 
     def carried(split: tuple[int, int]) -> float:
@@ -400,24 +394,24 @@ def ratio(seen: Observation) -> Verdict:
     better = carried(best) >= WORTH_CHANGING * carried(counts)
     # With few engines no split may be better, and yet one side idles.
     if not better and 1 / SKEWED < skew < SKEWED:
-        return case.leave("fits", f"{shown} fits: P could feed {skew:.2f} times what D decodes")
+        return case.leave("fits", f"{shown} fits: its P carry {skew:.2f} times what its D do")
     answer, lacks = ("more_decode", "D") if skew > 1 else ("more_prefill", "P")
     aim = f"aim at {ideal[0]}P:{ideal[1]}D"
     action = f"run {best[0]}P:{best[1]}D; {aim}" if better else f"add a {lacks}; {aim}"
-    summary = f"too few {lacks}: the P of {shown} could feed {skew:.2f} times what its D decode"
-    return case.act(answer, summary, action)
+    sides = f"its P carry {counts[0] * prefill:.3g} req/s, its D {counts[1] * decode:.3g}"
+    return case.act(answer, f"too few {lacks} in {shown}: {sides}", action)
 
 
 def _has_counts(seen: Observation) -> bool:
     return 1 <= seen.num_prefill <= MAX_COUNT and 1 <= seen.num_decode <= MAX_COUNT
 
 
-def _capacity_needs(seen: Observation) -> tuple[str, ...]:
-    """What is missing to tell how much one P and one D carry."""
+def _no_capacity(name: str, seen: Observation) -> Verdict:
+    """What one P and one D carry cannot be told: figures lack, or nothing was computed."""
     of_layout = seen.missing("num_prefill", "num_decode")
     of_prefill = seen.missing("prefill_busy", "requests_per_s")
     of_decode = seen.missing("output_tokens", "tpot_s", "decode_running", "decode_kv_usage")
-    return of_layout + of_prefill + of_decode
+    return unknown(name, of_layout + of_prefill + of_decode)
 
 
 def _balance(seen: Observation) -> str:

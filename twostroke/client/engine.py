@@ -30,6 +30,7 @@ from twostroke.client.tokenizer import Tokenizer
 from twostroke.clock import Clock, WallClock
 from twostroke.errors import EngineDeadError, QueueFullError, RequestError
 from twostroke.ledger import Boundary, LedgerWithTimes
+from twostroke.ledger_file import LedgerFile
 from twostroke.log_lines import StatusLine, request_line
 from twostroke.messages import (
     AddRequest,
@@ -94,6 +95,7 @@ class AsyncEngine:
         on_progress: Callable[[EngineProgress], None] | None = None,
         status_interval_s: float = 10.0,
         tracer: Tracer | None = None,
+        ledger_file: LedgerFile | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.model_name = model_name
@@ -108,6 +110,7 @@ class AsyncEngine:
         self._on_progress = on_progress
         self._status_interval_s = status_interval_s
         self._tracer = tracer
+        self._ledger_file = ledger_file
         self._samples: dict[int, Sample] = {}
         self._handles = itertools.count(1)
         self._ended_s: deque[float] = deque(maxlen=64)  # when the last requests ended
@@ -187,6 +190,8 @@ class AsyncEngine:
         self._fleet.close()
         if self._tracer is not None:
             self._tracer.flush()
+        if self._ledger_file is not None:
+            self._ledger_file.close()
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -397,6 +402,8 @@ class AsyncEngine:
         if records:
             self.metrics.engines[request.samples[0].engine].observe_request(records)
             self._fleet.ended(records)
+            if self._ledger_file is not None:
+                self._ledger_file.add(records)
             logger.info("%s", request_line(request.request_id, records))
             if on_close is not None:
                 on_close(records)

@@ -41,7 +41,9 @@ class EngineFleet:
     ) -> None:
         self.has_roles = roles is not None
         self.dispatcher = Dispatcher(clock, settings)
-        self.advisor = Advisor(clock) if self.has_roles else None
+        self.advisor = (
+            Advisor(clock, streams=settings.kv_mode == "stream") if self.has_roles else None
+        )
         self.links: dict[int, EngineLink] = {}
         self.ready: EngineReady | None = None  # what all can do, once they have loaded
         self.dead: EngineDeadError | None = None
@@ -159,6 +161,7 @@ class EngineFleet:
         counted = dispatcher.counters
         return HandoffNumbers(
             verdicts={} if advice is None else advice.gauges(),
+            observed={} if advice is None else advice.seen.figures(),
             advised=None if advice is None else advice.ratio,
             num_waiting=dispatcher.num_waiting,
             num_tickets=dispatcher.num_holds,
@@ -171,6 +174,7 @@ class EngineFleet:
             num_transfers=counted.num_transfers,
             transfer_tokens=counted.transfer_tokens,
             transfer_bytes=counted.transfer_bytes,
+            transfer_messages=counted.transfer_messages,
             transfer_s=counted.transfer_s,
             engines={
                 it.index: EngineRole(role=it.role, state=it.state, stats=it.stats, busy_s=it.busy_s)

@@ -101,7 +101,7 @@ class Sample:
     def received(self, received: KvReceived) -> None:
         """Its KV came from another engine, or did not."""
         self.transfer_bytes += received.num_bytes
-        self.transfer_s += received.ended_s - received.started_s
+        self.transfer_s += received.moving_s
 
     def feed(
         self,

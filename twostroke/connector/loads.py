@@ -225,8 +225,10 @@ class Loads:
         received = KvReceived(
             handle=load.handle,
             num_bytes=end.num_bytes,
+            num_messages=end.num_messages,
             started_s=end.started_s,
             ended_s=end.ended_s,
+            read_s=_covered_s(end.reads),
             error=end.error,
         )
         if end.error:
@@ -373,3 +375,12 @@ class Loads:
         strays = uids - self.held() - set(unfinished)
         if strays or uids != set(self._by_uid) or not self._awaited <= set(self._loads):
             raise IntegrityError(f"loads of requests that are gone: {strays}")
+
+
+def _covered_s(reads: list[tuple[float, float, int]]) -> float:
+    """Seconds in which one of these reads, which come in order of their starts, was under way."""
+    covered_s, until_s = 0.0, 0.0
+    for start_s, end_s, _ in reads:  # several ranks read side by side
+        covered_s += max(0.0, end_s - max(start_s, until_s))
+        until_s = max(until_s, end_s)
+    return covered_s

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from twostroke.advice import closed_form as forms
 from twostroke.cost import LinkCost, StepWork
-from twostroke.plan.layout import Demand, Layout, Pool
+from twostroke.plan.layout import Demand, KvMode, Layout, Pool
+from twostroke.plan.prefill import prefill_capacity_per_s, prefill_line, prefill_s
 from twostroke.twin.executor import IDLE_WAIT_S
 
 CLEAR = 1.3  # the next constraint's capacity over the binding one's, for that one to bind alone
@@ -82,77 +83,17 @@ class Analysis:
 
 
 def analyse(
-    layout: Layout, demand: Demand, link: LinkCost | None = None, *, tpot_slo_s: float = math.inf
+    layout: Layout,
+    demand: Demand,
+    link: LinkCost | None = None,
+    *,
+    tpot_slo_s: float = math.inf,
+    kv_mode: KvMode = "pull",
 ) -> Analysis:
     """Throughput, TTFT, TPOT and what binds. `link` is that of one engine, in each direction."""
     if layout.prefill is not None and layout.decode is not None:
-        return _disaggregated(layout.prefill, layout.decode, demand, link, tpot_slo_s)
+        return _disaggregated(layout.prefill, layout.decode, demand, link, tpot_slo_s, kv_mode)
     return _aggregated(layout.pools[0], demand, tpot_slo_s)
-
-
-# ---------------------------------------------------------------- prefill
-
-
-def prompts_per_step(pool: Pool, demand: Demand) -> float:
-    """Whole prompts that a full step holds; below 1 a prompt takes several steps."""
-    return min(pool.max_num_batched_tokens / demand.mean_computed, pool.max_num_seqs)
-
-
-def prefill_s(pool: Pool, demand: Demand, batch: float) -> float:
-    """Seconds until `batch` prompts are computed, in as many steps as the token budget makes it."""
-    work = demand.prefill_work(batch)
-    chunks = math.ceil(work.num_tokens / pool.max_num_batched_tokens - 1e-9)
-    if chunks <= 1:
-        return pool.cost.step_s(work) + _gap_s(pool, batch)
-    # A prompt of several chunks is read again by each that follows, half of it on average.
-    context = work.context_tokens + work.num_tokens / 2 / batch
-    part = StepWork(
-        work.num_tokens / chunks,
-        max(1.0, work.num_rows / chunks),
-        work.num_sampled / chunks,
-        context,
-        work.attended_tokens / chunks,
-    )
-    return chunks * (pool.cost.step_s(part) + _gap_s(pool, part.num_rows))
-
-
-def prefill_capacity_per_s(pool: Pool, demand: Demand) -> float:
-    """Prompts/s of one engine whose steps are full."""
-    batch = prompts_per_step(pool, demand)
-    whole = float(max(1, math.floor(batch)))
-    return whole / prefill_s(pool, demand, whole)
-
-
-def _gap_s(pool: Pool, rows: float) -> float:
-    return pool.host.gap_s + rows * pool.host.gap_row_s
-
-
-def _prefill_line(pool: Pool, demand: Demand) -> tuple[float, float]:
-    """Mean time from arrival at P to the end of the prompt; and how many end with it."""
-    rate = demand.rate_per_s / pool.count
-    alone = prefill_s(pool, demand, 1.0)
-    batch = math.floor(prompts_per_step(pool, demand))
-    if batch < 2:
-        # As if the time of a prompt grew with its tokens.
-        wait_s = forms.wait_mgc_s(demand.rate_per_s, alone, pool.count, demand.computed_scv)
-        return alone + wait_s, 1.0
-    each = (prefill_s(pool, demand, float(batch)) - alone) / (batch - 1)
-    fixed = max(0.0, alone - each)
-    latency = forms.batch_latency_s(rate, each, fixed)
-    if not math.isfinite(latency):
-        return latency, float(batch)
-    mates = forms.batch_mates(rate, latency, each, fixed)
-    # The router sends each prompt to the P with least to do: nearly one queue before all of them.
-    shared = 1.0
-    if pool.count > 1:
-        offered = pool.count * min(0.98, rate * (each + fixed / mates))
-        shared = min(1.0, ROUTED * forms.erlang_c(pool.count, offered) / offered)
-    return alone + shared * (latency - alone), min(float(batch), 1 + shared * (mates - 1))
-
-
-# How much longer prompts wait where the router chooses a P when they come, than in one queue from
-# which P take them when they are free (fitted to the twin: 1.2 to 1.7).
-ROUTED = 1.45
 
 
 # ---------------------------------------------------------------- P and D
@@ -170,9 +111,25 @@ def _in_steps_s(transfer_s: float, step_s: float, busy: float) -> float:
     """From D's room for a request until it knows that its KV is there."""
     if not math.isfinite(step_s):
         return math.inf
-    until_read = (HEARD_STEPS + LATE_STEPS) * step_s
-    among_decodes = until_read + max(step_s, transfer_s + step_s / 2)
+    among_decodes = (HEARD_STEPS + LATE_STEPS) * step_s + _whole_steps_s(transfer_s, step_s)
     return busy * among_decodes + (1 - busy) * (transfer_s + HEARD_IDLE_S)
+
+
+def _whole_steps_s(transfer_s: float, step_s: float) -> float:
+    """Steps until the end of a read is seen, which begins with one: their number is rounded up.
+
+    Averaged over transfers, or steps, that are longer or shorter by up to SPREAD.
+    """
+
+    def rounded_up(until: float) -> float:  # its integral from 0
+        whole = math.ceil(until)
+        return whole * until - whole * (whole - 1) / 2
+
+    low, high = ((1 + by) * transfer_s / step_s for by in (-SPREAD, SPREAD))
+    return step_s * max(1.0, (rounded_up(high) - rounded_up(low)) / max(1e-12, high - low))
+
+
+SPREAD = 0.15
 
 
 @dataclass(frozen=True)
@@ -210,60 +167,110 @@ class _Decode:
         return slots / self.residence_s(rows, before_s)
 
 
+@dataclass(frozen=True)
+class _Transfer:
+    """A prompt's KV on its way from P to D; without a link it takes no time."""
+
+    prefill: Pool
+    decode: Pool
+    demand: Demand
+    link: LinkCost | None
+    kv_mode: KvMode
+
+    @property
+    def request_bytes(self) -> float:
+        return self.demand.mean_prompt * self.decode.kv_token_bytes
+
+    @property
+    def capacity_per_s(self) -> float:
+        """Requests/s of all links."""
+        if self.link is None:
+            return math.inf
+        links = min(self.prefill.count, self.decode.count)
+        return links * self.link.bytes_per_s / self.request_bytes
+
+    def seconds(self, mates: float = 1.0, rate_per_s: float = 0.0) -> float:
+        """For prompts of one batch, which leave together and share P's link; while so many come.
+
+        The next batch comes a step later; but D's link carries those of the other P too. Messages
+        are one a block and rank pair, as when no blocks are adjacent.
+        """
+        if self.link is None:
+            return 0.0
+        rate = min(rate_per_s, self.capacity_per_s)
+        others = rate * self.request_bytes / self.decode.count / self.link.bytes_per_s
+        others *= 1 - 1 / self.prefill.count
+        messages = math.ceil(self.demand.mean_prompt / self.decode.block_size)
+        base_s = self.link.base_s + messages * self.link.message_s
+        whole_s = forms.shared_transfer_s(
+            base_s, mates * self.request_bytes, self.link.bytes_per_s, min(others, 0.999)
+        )
+        return whole_s if self.kv_mode == "pull" else self._left_to_read_s(whole_s)
+
+    def _left_to_read_s(self, whole_s: float) -> float:
+        """What is left at the end of a prompt, of which each step is read when that ends.
+
+        The last step's part; or, on a link slower than P, all that it did not manage meanwhile.
+        """
+        budget = self.prefill.max_num_batched_tokens
+        steps = max(1, math.ceil(self.demand.mean_computed / budget - 1e-9))
+        before_last_s = prefill_s(self.prefill, self.demand, 1.0) * (steps - 1) / steps
+        return max(whole_s / steps, whole_s - before_last_s)
+
+    def known_on_decode_s(self, mates: float, rate_per_s: float, step_s: float, d: float) -> float:
+        """From D's room for a request until it knows that its KV is there; `d`: D's share busy.
+
+        Steps are whole ones, so it matters that mates are, too.
+        """
+        few = math.floor(mates)
+        low, high = (_in_steps_s(self.seconds(n, rate_per_s), step_s, d) for n in (few, few + 1))
+        return low + (high - low) * (mates - few) if mates > few else low
+
+
 def _disaggregated(
-    prefill: Pool, decode: Pool, demand: Demand, link: LinkCost | None, tpot_slo_s: float
+    prefill: Pool,
+    decode: Pool,
+    demand: Demand,
+    link: LinkCost | None,
+    tpot_slo_s: float,
+    kv_mode: KvMode,
 ) -> Analysis:
     by_prefill = prefill.count * prefill_capacity_per_s(prefill, demand)
     constraints = [Constraint(name="prefill compute", capacity_per_s=by_prefill)]
-    latency_s, mates = _prefill_line(prefill, demand)
-    alone_s = prefill_s(prefill, demand, 1.0)
-    transfer_s = transfer_alone_s = 0.0
-    if link is not None:
-        request_bytes = demand.mean_prompt * decode.kv_token_bytes
-        by_link = min(prefill.count, decode.count) * link.bytes_per_s / request_bytes
-        constraints.append(Constraint(name="link", capacity_per_s=by_link))
-        base_s = link.base_s + _messages(decode, demand) * link.message_s
-        # Prompts of one batch leave together, and share P's link as one transfer of their size.
-        # The next batch comes a step later; but D's link carries those of the other P too.
-        arriving = min(demand.rate_per_s, by_link)
-        others = arriving * request_bytes / decode.count / link.bytes_per_s
-        others *= 1 - 1 / prefill.count
-        transfer_s = forms.shared_transfer_s(
-            base_s, mates * request_bytes, link.bytes_per_s, min(others, 0.999)
-        )
-        transfer_alone_s = base_s + request_bytes / link.bytes_per_s
-        constraints.append(_pins(prefill, demand, transfer_alone_s))
+    line = prefill_line(prefill, demand)
+    latency_s, mates = line.latency_s(prefill.count), line.together(prefill.count)
+    alone_s, rate = prefill_s(prefill, demand, 1.0), demand.rate_per_s
+    transfer = _Transfer(prefill, decode, demand, link, kv_mode)
     engine = _Decode(decode, demand)
-    constraints += _decode_constraints(engine, alone_s + transfer_alone_s, tpot_slo_s)
+    if link is not None:
+        constraints.append(Constraint(name="link", capacity_per_s=transfer.capacity_per_s))
+        constraints.append(_pins(prefill, demand, transfer.seconds()))
+    constraints += _decode_constraints(engine, alone_s, transfer.seconds(), tpot_slo_s)
     constraints.sort(key=lambda it: it.capacity_per_s)
 
-    served = min(demand.rate_per_s, 0.999 * constraints[0].capacity_per_s)
+    served = min(rate, 0.999 * constraints[0].capacity_per_s)
     batch = forms.decode_batch(
         served / decode.count, demand.mean_output, engine.step_s, MOST_ROWS, decode.count
     )
     seen = forms.seen_batch(batch, decode.count)
-    step_s = engine.step_s(seen) if math.isfinite(batch) else math.inf
-    places = max(1, int(decode.count * engine.slots))
-    residence_s = math.inf
+    step_s = residence_s = math.inf
     if math.isfinite(batch):
-        residence_s = engine.residence_s(seen, latency_s + transfer_s)
+        step_s = engine.step_s(seen)
+        residence_s = engine.residence_s(seen, latency_s + transfer.seconds(mates, rate))
     busy = 1 - math.exp(-batch)  # the chance that D is in a step when something comes
+    # As if the time on D grew with the output.
+    places = max(1, int(decode.count * engine.slots))
+    room_s = forms.wait_mgc_s(rate, residence_s, places, demand.output_scv)
+    if kv_mode == "stream":
+        room_s += busy * HEARD_STEPS * step_s  # D is asked first
     parts = {
-        # As if the time on D grew with the output.
-        "room on D": forms.wait_mgc_s(demand.rate_per_s, residence_s, places, demand.output_scv),
-        "queue": latency_s
-        - alone_s
-        + HEARD_IDLE_S * (1 - min(1.0, demand.rate_per_s / by_prefill)),
+        "room on D": room_s,
+        "queue": latency_s - alone_s,
         "prefill": alone_s,
-        "transfer": _in_steps_s(transfer_s, step_s, busy),
+        "transfer": transfer.known_on_decode_s(mates, rate, step_s, busy),
         "first decode steps": step_s + busy * LATE_STEPS * step_s,
     }
     return _conclude(constraints, demand, parts, batch, step_s)
-
-
-def _messages(decode: Pool, demand: Demand) -> float:
-    """Messages of a transfer when no blocks are adjacent: one a block and rank pair."""
-    return math.ceil(demand.mean_prompt / decode.block_size)
 
 
 def _pins(prefill: Pool, demand: Demand, transfer_s: float) -> Constraint:
@@ -273,20 +280,25 @@ def _pins(prefill: Pool, demand: Demand, transfer_s: float) -> Constraint:
     return Constraint(name="pinned KV on P", capacity_per_s=tokens / demand.mean_prompt / held_s)
 
 
-def _decode_constraints(engine: _Decode, before_s: float, tpot_slo_s: float) -> list[Constraint]:
+def _decode_constraints(
+    engine: _Decode, prefill_s: float, transfer_s: float, tpot_slo_s: float
+) -> list[Constraint]:
     """Capacities by what bounds the batch of a D: KV, seats, and the bound on TPOT."""
     pool, output = engine.pool, engine.demand.mean_output
     seats, slots = float(pool.max_num_seqs), engine.slots
+    full_s = engine.step_s(seats)
+    # A seat that is left is given away a step later, and then its new owner reads its KV.
+    free_s = (1 + LATE_STEPS) * full_s + _whole_steps_s(transfer_s, full_s)
     is_flat = forms.batch_elasticity(engine.step_s, max(1.0, min(slots, seats))) >= FLAT
     found = [
         Constraint(
             name="decode compute" if is_flat and slots <= seats else "decode KV",
-            capacity_per_s=pool.count * engine.through_slots_per_s(before_s),
+            capacity_per_s=pool.count * engine.through_slots_per_s(prefill_s + transfer_s),
             detail=f"{slots:.0f} requests on a D",
         ),
         Constraint(
             name="decode compute" if is_flat and seats < slots else "decode seats",
-            capacity_per_s=pool.count * forms.decode_per_s(seats, output, engine.step_s(seats)),
+            capacity_per_s=pool.count * seats / (output * full_s + free_s),
             detail=f"{pool.max_num_seqs} seats on a D",
         ),
     ]
@@ -359,7 +371,7 @@ def _first_token_s(rate: float, each: float, fixed: float, batch: float) -> dict
     # While it decodes, steps follow each other: a prompt waits for the end of the one that it
     # comes in, for the next, which is planned already, and then for its own.
     among_decodes = random / 2 + mean + fixed + each * (1 + rate * random)
-    idle = forms.batch_latency_s(rate, each, fixed)
+    idle = forms.all_at_once(rate, each, fixed).latency_s()
     decodes = 1 - math.exp(-batch)
     total = decodes * among_decodes + (1 - decodes) * idle
     return {"queue": total - alone, "prefill": alone}

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from twostroke.advice import closed_form as forms
 from twostroke.bench.report import table
 from twostroke.cost import BandwidthCurve
@@ -80,6 +82,7 @@ class Study:
     interval: tuple[float, float]
     advised: tuple[int, int]
     advised_analysis: Analysis
+    advised_run: Result
     cells: list[Cell]
 
     @property
@@ -106,6 +109,7 @@ class Study:
             "prefill_per_decode": self.ratio,
             "prefill_per_decode_interval": list(self.interval),
             "advised": list(self.advised),
+            "advised_makespan_s": self.advised_run.duration_s,
             "advised_constraints": [asdict(it) for it in self.advised_analysis.constraints],
             "map": [asdict(it) | {"overlap": it.overlap} for it in self.cells],
         }
@@ -162,6 +166,7 @@ def run(
     ratio, interval = ratio_interval(asked, pair)
     advised = smallest_that_carries(asked)
     large = Layout(prefill=engines(asked, advised[0]), decode=engines(asked, advised[1]))
+    progress(f"twin: {advised[0]}P:{advised[1]}D", 0.0)
     return Study(
         layout=kv_layout(asked, TP),
         one=one,
@@ -170,6 +175,7 @@ def run(
         interval=interval,
         advised=advised,
         advised_analysis=analyse(large, asked.demand.at_rate(RATE), link_of(asked, large)),
+        advised_run=simulate(scenario_of(asked, large, asked.workload)),
         cells=overlaps(asked, kv_gib, links, progress),
     )
 
@@ -235,8 +241,8 @@ def _text(study: Study) -> str:
     demand = asked.demand
     moved = RATE * PROMPT * layout.token_bytes
     lines = [
-        f"{prefill}P:{decode}D of TP{TP} carries {RATE:g} req/s; bound by {binding.name}; "
-        f"next: {after.name} at {share:.0%}",
+        f"{prefill}P:{decode}D of TP{TP} carries {RATE:g} req/s, up to "
+        f"{answer.capacity_per_s:.3g}; bound by {binding.name}; next: {after.name} at {share:.0%}",
         f"1P:1D carries {one.capacity_per_s:.3g} req/s; bound by {one.binding.name}; balanced at "
         f"{study.ratio:.2f} P per D (90 %: {low:.2f} to {high:.2f})",
         "",
@@ -259,7 +265,10 @@ def _text(study: Study) -> str:
         "where the flow stalls (1P:1D, in the twin):",
         *_stall(study, prefill_now.capacity_per_s, decode_now.capacity_per_s),
         "",
-        "overlap of transfer and decoding on D (1 hidden, 0 one after the other), by KV and link:",
+        f"what carries it ({prefill}P:{decode}D, in the twin):",
+        f"  {_ran(study.advised_run)}",
+        "",
+        "overlap of transfer and decoding, 1P:1D (# hidden, + partly, . one after the other):",
         _map_table(study.cells),
         "overlap = (T_link + T_decode - T) / min(T_link, T_decode); T: first arrival to last token",
         "T_link: all bytes on the link alone; T_decode: T with a link that takes no time",
@@ -271,7 +280,8 @@ def _text(study: Study) -> str:
         f"      --workload {asked.workload.name} --slo tpot=50ms",
         f"  twostroke twin --model {asked.model} --gpu {asked.gpu.name} --prefill {prefill}xTP{TP} "
         f"--decode {decode}xTP{TP} \\",
-        f"      --workload {asked.workload.name}",
+        f"      --workload {asked.workload.name} --kv-gib {KV_BYTES // GIB} \\",
+        f"      --max-num-batched-tokens {BUDGET} --max-num-seqs {asked.engines.max_num_seqs}",
         "",
         f"step times: roofline, within {asked.cost_error:.0%} of measured ones in the median",
         f"decode steps of {demand.decode_context:,.0f} tokens of context; prefix cache empty",
@@ -303,6 +313,14 @@ def _stall(study: Study, prefill_per_s: float, decode_per_s: float) -> list[str]
     return lines
 
 
+def _ran(result: Result) -> str:
+    tpot_s, ttft_s = float(np.nanmean(result.tpot_s)), float(np.nanmean(result.ttft_s))
+    return (
+        f"{result.duration_s:.1f} s in all, the last arrival at {result.arrival_s[-1]:.1f} s; "
+        f"TTFT {ttft_s * 1e3:.0f} ms, TPOT {tpot_s * 1e3:.1f} ms on average"
+    )
+
+
 def _lessons(cells: Sequence[Cell]) -> list[str]:
     """From which KV on the two overlap, link by link."""
     found = []
@@ -310,9 +328,12 @@ def _lessons(cells: Sequence[Cell]) -> list[str]:
         column = [cell for cell in cells if cell.link_bytes_per_s == link]
         over = [cell for cell in column if cell.overlap >= OVERLAPPED]
         serial = [cell for cell in column if cell.overlap < SERIAL]
-        said = f"overlap from {min(it.slots for it in over)} requests on" if over else "no overlap"
+        best = max(column, key=lambda cell: cell.overlap)
+        said = f"at best {best.overlap:.0%} hidden, with KV for {best.slots} requests"
+        if over:
+            said = f"hidden with KV for {min(it.slots for it in over)} requests or more"
         if serial:
-            said += f", serial at {', '.join(str(it.slots) for it in serial)}"
+            said += f"; serial with {' and '.join(str(it.slots) for it in serial)}"
         found.append(f"  {link / 1e9:g} GB/s: {said}")
     return found
 

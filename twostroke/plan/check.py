@@ -108,8 +108,9 @@ def scenario_of(question: Question, layout: Layout, workload: Workload) -> Scena
         (layout.both, "both"),
     ]
     engines = [_group(question, pool, role) for pool, role in roles if pool is not None]
+    settings = DispatchSettings(kv_mode=question.engines.kv_mode)
     scenario = Scenario(
-        engines=engines, workload=workload, settings=DispatchSettings(), record_timelines=False
+        engines=engines, workload=workload, settings=settings, record_timelines=False
     )
     if link is None:
         return scenario

@@ -16,15 +16,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from twostroke.advice.observation import FIELDS, UNKNOWN, Observation, from_dict
-from twostroke.advice.verdict import Verdict
+from twostroke.advice.figures import carried_per_s
+from twostroke.advice.observation import FIELDS, UNKNOWN, Observation, from_dict, words
+from twostroke.advice.verdict import Verdict, evidence, figure
 from twostroke.advice.verdicts import judge
 from twostroke.errors import ConfigError
 from twostroke.kv.sizing import KvLayout
+from twostroke.ledger_file import Recorded
 from twostroke.plan import own_metrics, scrape, vllm_metrics
 from twostroke.plan.question import parse_rate, parse_seconds, parse_slo
 from twostroke.twin.models import find_shape
-from twostroke.twin.traces import Recorded
 
 MAX_FILE_BYTES = 2 << 30
 WIDTH = 100
@@ -39,14 +40,14 @@ class Diagnosis:
 
     @property
     def text(self) -> str:
-        """The first line is what to act on first; then each verdict with its figures."""
-        parts = [_headline(self.verdicts), "", *map(_paragraph, self.verdicts), "JSON: {json}"]
-        return "\n".join(parts)
+        """The first line is what to act on first; then what was seen, and each verdict."""
+        head = [_headline(self.seen, self.verdicts), "", *_what_was_seen(self.seen), ""]
+        return "\n".join([*head, *map(_paragraph, self.verdicts), "JSON: {json}"])
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "answer": _headline(self.verdicts),
+            "answer": _headline(self.seen, self.verdicts),
             "verdicts": [
                 {"number": it.number, "question": it.question, **asdict(it)} for it in self.verdicts
             ],
@@ -60,36 +61,86 @@ def diagnose(seen: Observation) -> Diagnosis:
 
 
 # The order in which verdicts explain each other: a slow link makes D wait, and a full D blocks P.
-_FIRST = ("link_limit", "decode_waits", "decode_bound", "prefill_blocked", "ratio", "layout")
+_FIRST = (
+    *("link_limit", "decode_waits", "decode_bound", "prefill_blocked", "ratio", "layout"),
+    *("message_size", "append_on_decode", "move_prefix"),
+)
+_SATURATED = ("link_limit", "decode_waits", "decode_bound", "prefill_blocked")
+_BUSY = 0.85  # of what the slower side carries, from which it binds
 
 
-def _headline(verdicts: Sequence[Verdict]) -> str:
+def _headline(seen: Observation, verdicts: Sequence[Verdict]) -> str:
     by_name = {it.name: it for it in verdicts}
     urgent = [by_name[name] for name in _FIRST if by_name[name].calls_for_action]
-    if urgent:
-        return textwrap.fill(f"{urgent[0].summary}; {urgent[0].action}", WIDTH)
     unknown = sum(it.calls_for_action is None for it in verdicts)
+    carried = carried_per_s(seen)
+    if seen.requests_per_s == 0:
+        return "no request ended while it was watched: watch it longer, or while requests come"
     if unknown == len(verdicts):
         return "nothing can be told from what was given"
-    return f"nothing binds ({unknown} of {len(verdicts)} questions could not be answered)"
+    if urgent and urgent[0].name in _SATURATED:
+        return textwrap.fill(f"{urgent[0].summary}; {urgent[0].action}", WIDTH)
+    if seen.requests_per_s < _BUSY * carried:
+        said = f"nothing binds at {seen.requests_per_s:.3g} req/s, of {carried:.3g} that it carries"
+    elif seen.requests_per_s >= _BUSY * carried:
+        said = f"near its limit: {seen.requests_per_s:.3g} req/s, of {carried:.3g} that it carries"
+    else:
+        said = f"nothing binds ({unknown} of {len(verdicts)} questions could not be answered)"
+    if urgent:
+        said += f"; {urgent[0].summary}; {urgent[0].action}"
+    return textwrap.fill(said, WIDTH)
+
+
+def _what_was_seen(seen: Observation) -> list[str]:
+    """Three rows, of what is known: the deployment, its load, and where a request's time goes."""
+    engines = []
+    if seen.num_prefill == seen.num_prefill and seen.num_decode == seen.num_decode:
+        engines = [f"{seen.num_prefill:.0f}P:{seen.num_decode:.0f}D"]
+    if seen.window_s == seen.window_s:
+        engines.append(f"over {figure(seen.window_s, 's')}")
+    load = [
+        f"{figure(value, unit)}{after}"
+        for value, unit, after in (
+            (seen.requests_per_s, "req/s", ""),
+            (seen.prompt_tokens, "tokens", " in"),
+            (seen.cached_tokens or UNKNOWN, "tokens", " of them cached"),
+            (seen.output_tokens, "tokens", " out"),
+            (seen.tpot_s, "s", " a token"),
+        )
+        if not math.isnan(value)
+    ]
+    spent = evidence(
+        ("queue", seen.prefill_queue_s, "s"),
+        ("for P's room", seen.prefill_pin_wait_s or UNKNOWN, "s"),
+        ("prefill", seen.prefill_s, "s"),
+        ("for D's room", seen.room_wait_s, "s"),
+        ("transfer", seen.transfer_s, "s"),
+        ("D's queue", seen.decode_queue_s, "s"),
+        ("decode", seen.decode_s, "s"),
+        ("preempted", seen.preempted_s or UNKNOWN, "s"),
+    )
+    rows = [("seen", [seen.source, *engines]), ("load", load), ("a request", spent)]
+    return [_wrapped(f"{name:<10}{', '.join(parts)}", " " * 10) for name, parts in rows if parts]
 
 
 def _paragraph(verdict: Verdict) -> str:
     mark = {True: "!", False: " ", None: "?"}[verdict.calls_for_action]
+    sure = "" if verdict.confidence == "none" else f" ({verdict.confidence} confidence)"
     lines = [f"{mark} {verdict.number}. {verdict.question}"]
-    lines.append(f"     {verdict.answer}: {verdict.summary} ({verdict.confidence} confidence)")
+    lines.append(f"     {verdict.answer}: {verdict.summary}{sure}")
     lines += [f"       {line}" for line in verdict.evidence]
     if verdict.action:
         lines.append(f"     do: {verdict.action}")
     if verdict.missing:
-        lines.append(f"     not known: {', '.join(verdict.missing)}")
+        lines.append(f"     not known: {'; '.join(map(words, verdict.missing))}")
     return "\n".join(_wrapped(line) for line in lines) + "\n"
 
 
-def _wrapped(line: str) -> str:
+def _wrapped(line: str, hanging: str = "") -> str:
     text = line.lstrip()
     indent = " " * (len(line) - len(text))
-    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
+    after = hanging or indent + "  "
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=after)
 
 
 # ---------------------------------------------------------------- facts that a user adds

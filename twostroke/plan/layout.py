@@ -4,11 +4,14 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from twostroke.arrays import Float64s
 from twostroke.cost import HostCost, StepCost, StepWork
+
+KvMode = Literal["pull", "stream"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ def observe(series: Series) -> Observation:
     window_s = series.window_s
     ended = series.grown("request_success")
     transfers = series.grown("kv_transfers")
+    messages = series.grown("kv_transfer_messages")
     num_bytes = series.grown("kv_transfer_bytes")
     output = _mean_of(series, "request_generation_tokens")
 
@@ -54,8 +55,10 @@ def observe(series: Series) -> Observation:
         prefill_pinned=gauge("prefill", "kv_hold_usage"),
         prefill_tokens_per_s=over(prompts, busy("prefill")),
         room_wait_s=spent("held"),
-        transfer_s=over(series.grown("kv_transfer_seconds"), transfers),
+        transfer_s=spent("transfer"),
+        read_s=over(series.grown("kv_transfer_seconds"), transfers),
         transfer_bytes=over(num_bytes, transfers),
+        transfer_messages=over(messages, transfers),
         transfer_bytes_per_s=over(num_bytes, window_s),
         decode_queue_s=spent("decode_queue"),
         decode_s=spent("decode"),
@@ -69,7 +72,15 @@ def observe(series: Series) -> Observation:
         decode_pool_tokens=series.pages[-1].pool_tokens(),
         decode_elasticity=_elasticity(series, roles["decode"]),
         preemptions_per_request=over(series.grown("num_preemptions"), ended),
+        **{name: series.pages[-1].total("observed", figure=name) for name in _TOLD},
     )
+
+
+# What the server's own observation says of sizes and links, which no counter tells.
+_TOLD = (
+    *("prefill_pin_limit", "decode_max_num_seqs", "decode_tp", "num_kv_heads", "kv_token_bytes"),
+    *("link_bytes_per_s", "link_low_bytes_per_s", "link_message_s", "num_links"),
+)
 
 
 def _roles(series: Series) -> dict[str, list[str]]:

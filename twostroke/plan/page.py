@@ -23,18 +23,21 @@ def page(title: str, text: str, figures: Sequence[Any]) -> str:
         figure.to_html(full_html=False, include_plotlyjs="inline" if index == 0 else False)
         for index, figure in enumerate(figures)
     ]
-    heading, _, rest = text.partition("\n")
+    answer, _, rest = text.partition("\n\n")
+    heading, _, more = answer.partition("\n")
+    body = rest.partition("\nJSON: ")[0]  # which is beside the text's terminal, not this page
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}"
         f"</title><style>{STYLE}</style></head><body><h1>{html.escape(heading)}</h1>"
-        f"{''.join(parts)}<pre>{html.escape(rest.strip())}</pre></body></html>"
+        f"<p>{html.escape(more)}</p>{''.join(parts)}<pre>{html.escape(body.strip())}</pre>"
+        "</body></html>"
     )
 
 
 def plan_page(plan: Plan) -> str:
     """A plan: the pareto plot, the constraints of the best, what each change does; and the text."""
     figures = [pareto(plan.options), constraints(plan.best), changes(plan)] if plan.options else []
-    return page("twostroke plan", render.text(plan, "plan.json"), figures)
+    return page("twostroke plan", render.text(plan, "", plot=False), figures)
 
 
 def pareto(options: Sequence[Option]) -> Any:
@@ -52,6 +55,17 @@ def pareto(options: Sequence[Option]) -> Any:
             text=[f"{it.layout.name}<br>{it.analysis.binding.name} binds" for it in chosen],
             mode="markers",
             name=name,
+        )
+    best = options[0]
+    if 0 < best.tpot_within_s < math.inf:
+        figure.add_scatter(
+            x=[1 / best.tpot_within_s],
+            y=[best.within_slo_per_s / best.num_gpus],
+            text=[best.layout.name],
+            mode="markers+text",
+            textposition="top right",
+            marker={"symbol": "star", "size": 14, "color": "#222"},
+            name="the answer",
         )
     figure.update_layout(
         title="Every layout, at the most that it carries",
@@ -89,7 +103,9 @@ def changes(plan: Plan) -> Any:
     figure.add_bar(
         x=[it.knob for it in others],
         y=[it.within_slo_per_s / base.within_slo_per_s - 1 for it in others],
-        text=[f"bound by {it.binding}" for it in others],
+        text=[f"then {it.binding}" for it in others],
+        textposition="outside",
+        cliponaxis=False,
     )
     figure.update_layout(
         title="What one change does", yaxis={"title": "requests/s", "tickformat": "+.0%"}

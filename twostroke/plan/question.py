@@ -12,7 +12,7 @@ from twostroke.arrays import Float64s
 from twostroke.cost import StepCost
 from twostroke.errors import ConfigError
 from twostroke.kv_messages import DTYPE_BYTES
-from twostroke.plan.layout import Demand
+from twostroke.plan.layout import Demand, KvMode
 from twostroke.shape import ModelShape
 from twostroke.twin.hardware import Hardware, find_gpu
 from twostroke.twin.models import find_shape
@@ -107,6 +107,7 @@ class Engines:
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.9
     kv_hold_share: float = 0.5
+    kv_mode: KvMode = "pull"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,14 @@ No line is longer than WIDTH, units are in the headers, and the last line names 
 """
 
 import math
+import re
 import textwrap
 from collections.abc import Sequence
 
 from twostroke.bench.report import table
 from twostroke.plan.commands import commands
 from twostroke.plan.question import ATTAINMENT
+from twostroke.plan.room import Room, room_of
 from twostroke.plan.search import Option, Plan
 
 WIDTH = 100
@@ -18,15 +20,15 @@ ROWS = 3
 UNFIT_ROWS = 4
 
 
-def text(plan: Plan, json_path: str) -> str:
-    """The whole report."""
+def text(plan: Plan, json_path: str, *, plot: bool = True) -> str:
+    """The whole report; without its plot where there is a better one."""
     if not plan.options:
         parts = ["no layout fits", _assumed(plan), _unfit(plan)]
         return "\n\n".join(part for part in parts if part)
     parts = [
         answer(plan),
         _assumed(plan),
-        pareto(plan.options),
+        pareto(plan.options) if plot else "",
         _rows(plan),
         _changes(plan),
         _notes(plan),
@@ -49,7 +51,10 @@ def answer(plan: Plan) -> str:
     if not math.isfinite(rate):
         return f"{said}\n{best.within_slo_per_s:.3g} req/s within {plan.question.slo}"
     if plan.carries_the_load:
-        enough = f"carries {rate:.3g} req/s on {best.num_gpus} GPUs within {plan.question.slo}"
+        enough = (
+            f"carries {rate:.3g} req/s on {best.num_gpus} GPUs within {plan.question.slo}, "
+            f"and up to {max(rate, best.within_slo_per_s):.3g}"
+        )
     else:
         enough = (
             f"does not carry {rate:.3g} req/s within {plan.question.slo}: "
@@ -138,15 +143,8 @@ def _changes(plan: Plan) -> str:
 def _notes(plan: Plan) -> str:
     sizes = {pool.tensor_parallel_size for pool in plan.best.layout.pools}
     lines = [note for note in plan.notes if any(note.startswith(f"TP{s}:") for s in sizes)]
-    decode = plan.best.layout.decode
-    if decode is not None:
-        context = plan.question.demand.decode_context
-        room = int(decode.kv_tokens / context)
-        if room < decode.max_num_seqs:
-            lines.append(
-                f"a D's KV holds {room} requests: --max-num-seqs above that leaves no room for "
-                "KV to arrive in"
-            )
+    if plan.best.is_disaggregated:
+        lines += _room(room_of(plan.question, plan.best.layout))
     low, high = plan.ratio_interval
     if math.isfinite(plan.ratio):
         lines.append(
@@ -154,6 +152,20 @@ def _notes(plan: Plan) -> str:
             f"loads and step times)"
         )
     return "\n".join(lines)
+
+
+def _room(room: Room) -> list[str]:
+    """What KV that is under way takes on D and on P."""
+    lines = [
+        f"a D's KV holds {room.holds:,} requests, {room.arriving:.1f} of them on their way; P has "
+        f"{room.held_share:.0%} of its KV taken by prompts that D is to fetch (limit "
+        f"{room.hold_limit:.0%})"
+    ]
+    if room.staging <= room.arriving:
+        lines.append(
+            f"vLLM's D keeps no room for KV that arrives: --max-num-seqs {room.advised_seats} there"
+        )
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH)]
 
 
 def _unfit(plan: Plan) -> str:
@@ -169,20 +181,18 @@ def _unfit(plan: Plan) -> str:
 def _commands(plan: Plan) -> str:
     lines = ["to run it:"]
     for command in commands(plan.question, plan.best.layout):
-        lines += textwrap.wrap(
-            command,
+        # A flag and its value stay together: their space is one that does not break.
+        kept = re.sub(r"(--[a-z-]+) (?=[^-#\s])", "\\1\u00a0", command)
+        rows = textwrap.wrap(
+            kept,
             WIDTH - 2,
             initial_indent="  ",
             subsequent_indent="      ",
             break_long_words=False,
             break_on_hyphens=False,
         )
-        first = len(lines) - 1
-        while lines[first].startswith("      "):
-            first -= 1
-        for index in range(first, len(lines) - 1):
-            lines[index] += " \\"
-    return "\n".join(lines)
+        lines += [f"{row} \\" for row in rows[:-1]] + rows[-1:]
+    return "\n".join(lines).replace("\u00a0", " ")
 
 
 def _error_bar(plan: Plan) -> str:
@@ -195,7 +205,9 @@ def _error_bar(plan: Plan) -> str:
         seen, said = plan.best.checked, plan.best.analysis
         if said.tpot_s.applies and seen.tpot_mean_s > 0 and seen.rate_per_s == said.rate_per_s:
             off = said.tpot_s.value / seen.tpot_mean_s - 1
-            lines.append(f"closed form against twin, TPOT of the best: {off:+.1%}")
+            lines.append(
+                f"closed form against twin, TPOT of the best: {off:+.1%} (the twin starts empty)"
+            )
     return "\n".join(lines)
 
 

@@ -136,11 +136,11 @@ def search(
 
 
 def _option(question: Question, layout: Layout) -> Option:
-    demand, link = question.demand, link_of(question, layout)
+    demand = question.demand
     within = within_slo_per_s(question, layout)
     rate = min(demand.rate_per_s, within) if within > 0 else demand.rate_per_s
-    analysis = analyse(layout, demand.at_rate(rate), link, tpot_slo_s=question.slo.tpot_s)
-    most = analyse(layout, demand.at_rate(within), link) if within > rate else analysis
+    analysis = analyse_at(question, layout, rate)
+    most = analyse_at(question, layout, within, within_slo=False) if within > rate else analysis
     return Option(
         layout=layout,
         analysis=analysis,
@@ -149,17 +149,31 @@ def _option(question: Question, layout: Layout) -> Option:
     )
 
 
+def analyse_at(
+    question: Question, layout: Layout, rate_per_s: float, *, within_slo: bool = True
+) -> Analysis:
+    """Closed forms for the question's requests at another rate; `within_slo`: its bound on TPOT is
+    a constraint."""
+    return analyse(
+        layout,
+        question.demand.at_rate(rate_per_s),
+        link_of(question, layout),
+        tpot_slo_s=question.slo.tpot_s if within_slo else math.inf,
+        kv_mode=question.engines.kv_mode,
+    )
+
+
 def within_slo_per_s(question: Question, layout: Layout) -> float:
     """The largest rate at which closed forms keep both bounds for ATTAINMENT of the requests."""
-    demand, link, slo = question.demand, link_of(question, layout), question.slo
+    demand, slo = question.demand, question.slo
 
     def holds(rate: float) -> bool:
-        it = analyse(layout, demand.at_rate(rate), link, tpot_slo_s=slo.tpot_s)
+        it = analyse_at(question, layout, rate)
         ttft_s = it.ttft_s.value + TAIL * sum(it.parts_s.get(name, 0.0) for name in WAITS)
         return ttft_s <= slo.ttft_s and it.tpot_s.value <= slo.tpot_s
 
     start = demand.rate_per_s if math.isfinite(demand.rate_per_s) else 1.0
-    one = analyse(layout, demand.at_rate(start), link, tpot_slo_s=slo.tpot_s)
+    one = analyse_at(question, layout, start)
     high = STABLE * one.capacity_per_s
     if high <= 0 or holds(high):
         return max(0.0, high)
@@ -213,7 +227,7 @@ def _why_never(question: Question, option: Option) -> str:
     it, slo = option.analysis, question.slo
     if it.capacity_per_s <= 0:
         return f"{it.binding.name} lets nothing through: {it.binding.detail}"
-    slow = analyse(option.layout, question.demand.at_rate(1e-6), link_of(question, option.layout))
+    slow = analyse_at(question, option.layout, 1e-6, within_slo=False)
     if slow.ttft_s.value > slo.ttft_s:
         return f"TTFT is {slow.ttft_s.value:.2f} s when nothing else runs"
     return f"TPOT is {slow.tpot_s.value * 1e3:.1f} ms when nothing else runs"

@@ -50,7 +50,7 @@ def observe(prefill: Sequence[Series], decode: Sequence[Series]) -> Observation:
 
 
 def _prefill_side(pages: Sequence[Series], window_s: float) -> dict[str, float]:
-    busy = _mean(pages, lambda it: it.share_above_zero("num_requests_running"))
+    busy = _prefill_busy(pages, window_s)
     tokens = _sum(pages, lambda it: it.grown("prompt_tokens"))
     cached = known(_sum(pages, lambda it: it.grown(*HITS)))
     computed = max(0.0, tokens - cached) if tokens == tokens else UNKNOWN
@@ -69,6 +69,20 @@ def _prefill_side(pages: Sequence[Series], window_s: float) -> dict[str, float]:
     }
 
 
+def _prefill_busy(pages: Sequence[Series], window_s: float) -> float:
+    """Share of the time that a P computes.
+
+    A request of one token begins and ends between two updates of the gauges, so they say little.
+    Its prefill times do: their sum over the window is how many were computed at once, on average.
+    Divided by the requests of a step it is the share of time in steps.
+    """
+    prefill_s = _sum(pages, lambda it: it.grown("request_prefill_time_seconds_sum"))
+    requests = _sum(pages, lambda it: it.grown("request_prefill_time_seconds_count"))
+    steps = _sum(pages, lambda it: it.grown("iteration_tokens_total_count"))
+    at_once = over(prefill_s, window_s * _count(pages))
+    return min(1.0, at_once / max(1.0, known(over(requests, steps), 1.0)))
+
+
 def _transfers(
     prefill: Sequence[Series], decode: Sequence[Series], ended: float, window_s: float
 ) -> dict[str, float]:
@@ -77,8 +91,10 @@ def _transfers(
     pages = decode if counted > 0 else prefill
     num_bytes = _sum(pages, lambda it: it.grown("nixl_bytes_transferred_sum"))
     messages = _sum(pages, lambda it: it.grown("nixl_num_descriptors_sum"))
+    read_s = _ratio(pages, "nixl_xfer_time_seconds_sum", "nixl_xfer_time_seconds_count")
     return {
-        "transfer_s": _ratio(pages, "nixl_xfer_time_seconds_sum", "nixl_xfer_time_seconds_count"),
+        "transfer_s": read_s,
+        "read_s": read_s,
         "transfer_bytes": over(num_bytes, ended),
         "transfer_messages": over(messages, ended),
         "transfer_bytes_per_s": over(num_bytes, window_s),

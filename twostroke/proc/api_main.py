@@ -33,6 +33,7 @@ from twostroke.config import EngineConfig, Explained
 from twostroke.cost_profile import profiled_step_cost
 from twostroke.errors import ConfigError, EngineDeadError
 from twostroke.keys import SharedKey
+from twostroke.ledger_file import LedgerFile
 from twostroke.messages import EngineReady
 from twostroke.metrics import Metrics
 from twostroke.proc.bars import StageBars
@@ -197,7 +198,12 @@ def _make_engine(
         prefix_caching=config.enable_prefix_caching,
         on_progress=lambda progress: bars.show(progress.stage, progress.done, progress.total),
         tracer=Tracer(Path(config.trace), "requests") if config.trace else None,
+        ledger_file=_ledger_file(config.save_ledger),
     )
+
+
+def _ledger_file(path: str) -> LedgerFile | None:
+    return LedgerFile(Path(path), time.monotonic()) if path else None
 
 
 def dispatch_settings(config: EngineConfig) -> DispatchSettings:

@@ -391,6 +391,8 @@ def start_executor(
         block_size=config.block_size,
         facts=executor.facts,
         kv=executor.endpoint,
+        max_num_seqs=config.max_num_seqs,
+        max_hold_share=config.kv_hold_share,
     )
     return executor, ready
 

@@ -362,7 +362,8 @@ class Dispatcher:
         self.counters.num_transfers += received.num_bytes > 0
         self.counters.transfer_tokens += received.num_tokens
         self.counters.transfer_bytes += received.num_bytes
-        self.counters.transfer_s += received.ended_s - received.started_s
+        self.counters.transfer_messages += received.num_messages
+        self.counters.transfer_s += received.moving_s
 
     def _on_end(self, engine: Engine, end: Finished) -> Finished | None:
         """The end of a leg; returns what its client is to know of it."""

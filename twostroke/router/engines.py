@@ -84,7 +84,7 @@ class EnginePair:
                 self._break(now_s, self.num_failures - BREAK_AFTER)
             return
         self.num_failures = 0
-        seconds = received.ended_s - received.started_s
+        seconds = received.moving_s
         if received.num_bytes and seconds > 0:
             rate = received.num_bytes / seconds
             mean = self.bytes_per_s or rate

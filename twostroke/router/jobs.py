@@ -113,6 +113,7 @@ class Counters:
     failures: Counter[str] = field(default_factory=Counter)  # of loads
     num_transfers: int = 0
     transfer_bytes: int = 0
+    transfer_messages: int = 0
     transfer_s: float = 0.0
     transfer_tokens: int = 0
     num_late: int = 0  # hand-offs over their deadline

@@ -14,7 +14,7 @@ from twostroke.twin.scenario import Result
 from twostroke.twin.waits import Binding, binding_over_time
 
 if TYPE_CHECKING:
-    from twostroke.twin.traces import Recorded
+    from twostroke.ledger_file import Recorded
 
 
 def figures_of(
@@ -157,7 +157,7 @@ def binding_table(bindings: Sequence[Binding]) -> str:
 
 def recorded(result: Result) -> "list[Recorded]":
     """The run as a recorded ledger, which `--workload` and `diagnose` read."""
-    from twostroke.twin.traces import Recorded
+    from twostroke.ledger_file import Recorded
 
     rows = []
     for index in np.flatnonzero(result.done).tolist():

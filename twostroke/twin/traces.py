@@ -21,59 +21,37 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from twostroke.bench.workload import arrival_offsets_s
 from twostroke.errors import ConfigError
+from twostroke.ledger_file import BlockId, Outputs, Recorded, Time, Tokens
 from twostroke.twin.servegen import Span, read_servegen
 from twostroke.twin.workload import MAX_REQUESTS, Workload, concatenate_pieces, of_columns
 
 MOONCAKE_BLOCK_TOKENS = 512
 
-_Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
-_Outputs = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
-_Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 30)]
-_Time = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 _Row = TypeVar("_Row")
 
 
 class MooncakeRow(msgspec.Struct):
     """A line of Mooncake's traces: `timestamp` in ms, a block id for each 512 tokens begun."""
 
-    timestamp: _Time
-    input_length: _Tokens
-    output_length: _Outputs
-    hash_ids: list[_Id]
-
-
-class Recorded(msgspec.Struct, omit_defaults=True):
-    """One request of a run of ours, measured or simulated.
-
-    `block_ids`, if any, name each begun block of `block_tokens` prompt tokens, equal where prefixes
-    are. `intervals` are the seconds of the ledger by interval, in lower case.
-    """
-
-    arrival_s: _Time
-    prompt_tokens: _Tokens
-    output_tokens: _Outputs
-    block_tokens: _Tokens = 16
-    block_ids: list[_Id] = []
-    ttft_s: float | None = None
-    e2e_s: float | None = None
-    cached_tokens: int = 0
-    num_preemptions: int = 0
-    intervals: dict[str, float] = {}
+    timestamp: Time
+    input_length: Tokens
+    output_length: Outputs
+    hash_ids: list[BlockId]
 
 
 class VllmRow(msgspec.Struct):
     """A request of LLMServingSim's recorded vLLM runs; `arrival_time` in s, any origin."""
 
-    input_toks: _Tokens
-    output_toks: _Outputs
-    arrival_time: _Time
+    input_toks: Tokens
+    output_toks: Outputs
+    arrival_time: Time
 
 
 def read(text: Path, *, seed: int = 0, num_requests: int | None = None) -> Workload:

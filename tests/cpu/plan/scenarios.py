@@ -79,7 +79,8 @@ class Known:
             settings=DispatchSettings(handoff_timeout_s=1e4, lease_s=1e4),
             name=self.name,
         )
-        return observe(simulate(scenario)).with_facts(**self.facts)
+        facts = {"prefix_tokens": float(self.prompt)} | self.facts
+        return observe(simulate(scenario)).with_facts(**facts)
 
 
 HEALTHY = {

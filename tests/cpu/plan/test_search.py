@@ -34,15 +34,15 @@ CASES = list(GRID.cases())
 
 
 def test_the_grid_has_a_hundred_cases() -> None:
-    assert len(CASES) == 100
+    assert len(CASES) == 102
 
 
 @pytest.mark.parametrize("index", [1, 2, 9, 34, 56, 78])
 def test_closed_forms_agree_with_the_twin(index: int) -> None:
     case = CASES[index]
-    analysis, result = case.predict(), GRID.run(case)
+    analysis, result = case.predict(), GRID.run(case, seed=7)
     compared = 0
-    for _, figure, measured in GRID.figures(case, analysis, result):
+    for figure, measured in GRID.figures(case, analysis, result).values():
         if figure.applies:
             compared += 1
             assert figure.value == pytest.approx(measured, rel=TOLERANCE)

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -36,27 +37,63 @@ def test_waiting_before_one_server_is_pollaczek_khinchine() -> None:
     assert forms.wait_mgc_s(2.0, 1.0, 2) == math.inf
 
 
-@pytest.mark.parametrize("rate", [2.0, 8.0, 15.0])
-def test_batches_that_grow_with_the_queue_match_a_simulation(rate: float) -> None:
-    each, fixed = 0.05, 0.02
+def served(rate: float, service_s: Callable[[int], float], most: int) -> float:
+    """Mean latency of a server that, when free, takes whom it can of those who wait."""
     arrivals = np.cumsum(np.random.Generator(np.random.PCG64(1)).exponential(1 / rate, 100_000))
     total, now, i = 0.0, 0.0, 0
     while i < len(arrivals):
         now = max(now, arrivals[i])
-        j = int(np.searchsorted(arrivals, now, side="right"))
-        now += fixed + (j - i) * each
+        j = min(i + most, int(np.searchsorted(arrivals, now, side="right")))
+        now += service_s(j - i)
         total += (now - arrivals[i:j]).sum()
         i = j
-    assert forms.batch_latency_s(rate, each, fixed) == pytest.approx(
-        total / len(arrivals), rel=0.05
-    )
+    return float(total / len(arrivals))
 
 
-def test_a_server_asked_for_too_much_never_ends_its_queue() -> None:
-    assert forms.batch_latency_s(20.0, 0.05, 0.0) == math.inf
+@pytest.mark.parametrize("rate", [2.0, 8.0, 15.0])
+def test_batches_that_grow_with_the_queue_match_a_simulation(rate: float) -> None:
+    each, fixed = 0.05, 0.02
+    line = forms.all_at_once(rate, each, fixed)
+    expected = served(rate, lambda n: fixed + n * each, 1 << 20)
+    assert line.latency_s() == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("most", [2, 3, 8])
+@pytest.mark.parametrize("load", [0.2, 0.6, 0.85])
+@pytest.mark.parametrize("fixed", [0.0, 0.3])
+def test_batches_of_a_few_match_a_simulation(most: int, load: float, fixed: float) -> None:
+    times = [fixed + 0.1 * n for n in range(1, most + 1)]
+    rate = load * most / times[-1]
+    line = forms.few_at_a_time(rate, times)
+    assert line.latency_s() == pytest.approx(served(rate, lambda n: times[n - 1], most), rel=0.05)
+    assert 1 <= line.in_step <= most
+    assert line.together() == line.in_step
+
+
+def test_one_at_a_time_is_pollaczek_khinchine_and_a_chain_of_ones() -> None:
+    line = forms.one_at_a_time(0.5, 1.0)
+    assert line.latency_s() == pytest.approx(1.5)
+    assert forms.few_at_a_time(0.5, [1.0]).latency_s() == pytest.approx(1.5, rel=1e-6)
+    assert forms.one_at_a_time(0.5, 1.0, service_scv=1.0).latency_s() == pytest.approx(2.0)
+
+
+def test_before_several_servers_less_is_waited_where_work_can_be_evened_out() -> None:
+    # M/D/2 at load 0.8: as Allen and Cunneen have it, within a few per cent.
+    line = forms.one_at_a_time(0.8, 1.0)
+    assert line.latency_s(2) == pytest.approx(1 + forms.wait_mgc_s(1.6, 1.0, 2), rel=0.03)
+    # A step that lasts as long for many: whoever is at work stays so.
+    constant = forms.all_at_once(2.0, 1e-6, 1.0)
+    assert constant.latency_s() > constant.latency_s(3) > 1 + 0.5 * 0.8
+
+
+@pytest.mark.parametrize(
+    "line",
+    [forms.all_at_once(20.0, 0.05, 0.0), forms.one_at_a_time(1.0, 1.0),
+     forms.few_at_a_time(2.0, [0.5, 1.0])],
+)  # fmt: skip
+def test_a_server_asked_for_too_much_never_ends_its_queue(line: forms.Line) -> None:
+    assert line.latency_s() == line.latency_s(3) == math.inf
     assert forms.shared_transfer_s(0.0, 1e9, 1e9, 1.0) == math.inf
-    assert forms.rate_for_ttft_per_s(10.0, 1.0, 2.0) == 0.0
-    assert forms.rate_for_ttft_per_s(10.0, 1.2, 0.2) == 9.0
 
 
 def test_the_decode_batch_follows_from_the_rate() -> None:
@@ -80,14 +117,6 @@ def test_elasticity_is_one_where_rows_cost_all_and_zero_where_they_are_free() ->
     assert forms.batch_elasticity(lambda rows: 3.0, 64) == pytest.approx(0.0)
 
 
-def test_residency_bounds_what_a_pool_lets_through() -> None:
-    steps = forms.residency_token_steps(8192, 1024)
-    assert steps == 1024 * 8192 + 1024 * 1025 / 2
-    # 54 GiB at 24 KiB a token hold 2.36 M tokens; steps of 28 ms.
-    tokens = 54 * 2**30 // 24576
-    assert forms.residency_per_s(tokens, 0.0281, steps) == pytest.approx(9.4, abs=0.1)
-
-
 def test_the_articles_concurrency() -> None:
     tokens = 54 * 2**30 // 24576
     assert forms.concurrency(tokens, 8192) == 288
@@ -96,20 +125,7 @@ def test_the_articles_concurrency() -> None:
 
 def test_staging_and_pins() -> None:
     assert forms.staging_slots(100_000, 1000, 64) == 36
-    assert forms.staging_bytes_per_s(36, 1e9, 0.5) == 72e9
-    assert forms.staging_bytes_per_s(-3, 1e9, 0.5) == 0.0
     assert forms.held_tokens(10.0, 8192, 0.5) == 40_960
-
-
-def test_the_articles_traffic_exceeds_one_network_card() -> None:
-    # 8k prompts, 96 KiB a token, 65 a second; twice that as TP8 stores 4 heads.
-    assert forms.link_utilisation(65, 8192 * 98_304, 50e9) == pytest.approx(1.047, abs=1e-3)
-    assert forms.link_utilisation(65, 2 * 8192 * 98_304, 400e9) == pytest.approx(0.262, abs=1e-3)
-
-
-def test_backlog_piles_up_while_the_link_is_slow() -> None:
-    assert forms.largest_backlog_bytes([(10, 5.0), (2, 0.0), (10, 5.0)], 3.0) == 6.0
-    assert forms.largest_backlog_bytes([(1, 5.0)], 3.0) == 0.0
 
 
 def test_messages_of_four_times_cost_and_rate_reach_80_per_cent() -> None:
@@ -123,6 +139,7 @@ def test_where_a_prefix_is_worth_moving() -> None:
     # 7k tokens of the article's model save 46.6 ms on an H100 at TP8: about 15 GB/s.
     assert forms.worth_moving_bytes_per_s(7168 * 98_304, 0.0466) == pytest.approx(15.1e9, rel=0.01)
     assert forms.worth_moving_bytes_per_s(1, 0.0) == math.inf
+    assert math.isnan(forms.worth_moving_bytes_per_s(1, math.nan))
 
 
 def test_short_turns_stay_on_decode_and_long_ones_do_not() -> None:

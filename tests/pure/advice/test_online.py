@@ -10,7 +10,13 @@ from twostroke.messages import EngineOutputs, EngineReady, EngineStats, StepSamp
 
 P, D = 0, 1
 LINK = KvLink(engine_id="0", message_s=1e-6, bytes_per_s=1e9)
-RECEIVED = KvReceived(handle=1, num_tokens=4096, num_bytes=10**6, started_s=1.0, ended_s=1.01)
+
+
+def received(started_s: float, seconds: float) -> KvReceived:
+    return KvReceived(
+        handle=1, num_tokens=4096, num_bytes=10**6, num_messages=2,
+        started_s=started_s, ended_s=started_s + seconds,
+    )  # fmt: skip
 
 
 def outputs(**fields: object) -> EngineOutputs:
@@ -23,7 +29,7 @@ def ready(engine: int) -> EngineReady:
         block_size=16, num_blocks=1001, tensor_parallel_size=8,
     )  # fmt: skip
     endpoint = KvEndpoint(engine_id=str(engine), transport="shm", addresses=[], layout=layout)
-    return EngineReady(engine, 8192, 1001, 16, [], endpoint)
+    return EngineReady(engine, 8192, 1001, 16, [], endpoint, max_num_seqs=64, max_hold_share=0.4)
 
 
 @pytest.fixture
@@ -40,14 +46,21 @@ def busy_minute(advisor: Advisor, clock: VirtualClock, kv_usage: float = 0.97) -
             sample = StepSample(rows, rows, rows, 0, 0, 0.010 + 0.001 * rows)
             stats = EngineStats(num_running=rows, num_waiting=2, kv_usage=kv_usage)
             advisor.on_outputs(D, outputs(step=sample, stats=stats))
-        advisor.on_outputs(D, outputs(kv_received=[RECEIVED]))
-        advisor.on_ended(4096, 0, 33, {"queue": 0.1, "prefill": 0.5, "decode": 0.96, "held": 0.2})
+        # Every tenth second the link does a fifth of what it can.
+        load = received(clock.now(), 0.05 if second % 10 == 9 else 0.01)
+        advisor.on_outputs(D, outputs(kv_received=[load]))
+        advisor.on_ended(
+            4096,
+            0,
+            33,
+            {"queue": 0.1, "prefill": 0.5, "decode": 0.96, "held": 0.2, "transfer": 0.02},
+        )
         clock.advance_to(clock.now() + 1.0)
         advisor.update()
 
 
 def test_what_engines_report_becomes_an_observation(clock: VirtualClock) -> None:
-    advisor = Advisor(clock, max_num_seqs=64)
+    advisor = Advisor(clock)
     advisor.set_engine(P, "prefill", ready(P))
     advisor.set_engine(D, "decode", ready(D))
     advisor.on_outputs(D, outputs(kv_links=[LINK, KvLink(engine_id="x", error="no")]))
@@ -59,11 +72,17 @@ def test_what_engines_report_becomes_an_observation(clock: VirtualClock) -> None
     assert seen.prefill_tokens_per_s == pytest.approx(8192)
     assert seen.tpot_s == pytest.approx(0.03)
     assert seen.room_wait_s == pytest.approx(0.2)
-    assert seen.transfer_s == pytest.approx(0.01)
+    assert seen.transfer_s == pytest.approx(0.02)
+    assert seen.read_s == pytest.approx(0.014)
+    assert seen.transfer_messages == 2
     assert seen.transfer_bytes_per_s == pytest.approx(1e6)
     assert seen.decode_running == pytest.approx(19.5)
     assert seen.decode_elasticity == pytest.approx(19.5 / 29.5, abs=0.01)
     assert seen.link_bytes_per_s == 1e9
+    # Of looks with five transfers each, every second one has a slow one: 5 MB in 90 ms.
+    assert seen.link_low_bytes_per_s == pytest.approx(5e6 / 0.09)
+    assert seen.decode_max_num_seqs == 64
+    assert seen.prefill_pin_limit == 0.4
     assert seen.decode_pool_tokens == 16_000
     assert seen.kv_token_bytes == 8 * 48 * 2 * 128 * 2
 
@@ -117,3 +136,36 @@ def test_the_ratio_changes_only_after_a_minute_of_good_reason() -> None:
     # Nearly as good the other way: stays.
     assert steady.update(300.0, (4, 4), 3.0, 1.0) == (2, 6)
     assert steady.update(310.0, (5, 5), 3.0, 1.0) == (5, 5)
+
+
+def test_what_streams_says_nothing_of_the_link(clock: VirtualClock) -> None:
+    advisor = Advisor(clock, streams=True)
+    advisor.set_engine(P, "prefill", ready(P))
+    advisor.set_engine(D, "decode", ready(D))
+    busy_minute(advisor, clock)
+    assert math.isnan(advisor.observe(clock.now()).link_low_bytes_per_s)
+
+
+def test_the_advised_engines_change_after_a_minute_of_another_load(clock: VirtualClock) -> None:
+    """P does next to nothing: of four P and two D more should decode, but not at once."""
+    advisor = Advisor(clock)
+    for engine in range(6):
+        advisor.set_engine(engine, "prefill" if engine < 4 else "decode", ready(engine))
+    advised = []
+    for second in range(150):
+        advisor.on_outputs(0, outputs(step=StepSample(4096, 1, 1, 0, 0, 0.1)))
+        for step in range(20):
+            rows = 10 + (second + step) % 20
+            sample = StepSample(rows, rows, rows, 0, 0, 0.010 + 0.001 * rows)
+            stats = EngineStats(num_running=rows, num_waiting=2, kv_usage=0.97)
+            advisor.on_outputs(4, outputs(step=sample, stats=stats))
+        advisor.on_ended(4096, 0, 331, {"queue": 0.1, "prefill": 0.1, "decode": 9.9})
+        clock.advance_to(clock.now() + 1.0)
+        if (advice := advisor.update()) is not None:
+            advised.append(advice.ratio)
+    assert advised[0] == (4, 2)
+    assert advised[50] == (4, 2)
+    prefill, decode = advised[-1] or (0, 0)
+    assert prefill + decode == 6
+    assert decode > 2
+    assert len({*advised}) == 2  # one change, and no way back

@@ -6,7 +6,7 @@ import pytest
 
 from twostroke.cost import LinearStepCost, LinkCost
 from twostroke.plan.analysis import analyse
-from twostroke.plan.layout import Demand, Layout, Pool
+from twostroke.plan.layout import Demand, KvMode, Layout, Pool
 from twostroke.twin.hardware import find_gpu
 from twostroke.twin.models import find_shape
 from twostroke.twin.roofline import Roofline
@@ -146,3 +146,22 @@ def test_any_rate_is_answered_with_a_roofline(rate: float, layout: Layout) -> No
         assert analysis.throughput_per_s.value <= max(rate, 0)
         assert analysis.ttft_s.value > 0
         assert analysis.tpot_s.value > 0
+
+
+def test_what_streams_leaves_its_last_step_to_read() -> None:
+    narrow = Layout(prefill=replace(POOL, max_num_batched_tokens=512), decode=POOL)
+    slow, fast = LinkCost(base_s=0.0, bytes_per_s=0.5e9), LinkCost(base_s=0.0, bytes_per_s=20e9)
+    seen = demand(0.01, prompt=2048)
+
+    def transfer_s(layout: Layout, link: LinkCost, mode: KvMode) -> float:
+        return analyse(layout, seen, link, kv_mode=mode).parts_s["transfer"]
+
+    alone_s = 2048 * POOL.kv_token_bytes / fast.bytes_per_s
+    pulled, streamed = (transfer_s(narrow, fast, mode) for mode in ("pull", "stream"))
+    assert pulled - streamed == pytest.approx(3 / 4 * alone_s, rel=0.1)
+    # A link slower than P is behind by all that P needs no time for.
+    prefill_s = analyse(narrow, seen, slow).parts_s["prefill"]
+    pulled, streamed = (transfer_s(narrow, slow, mode) for mode in ("pull", "stream"))
+    assert pulled - streamed == pytest.approx(3 / 4 * prefill_s, rel=0.1)
+    # A prompt of one step has nothing to overlap with.
+    assert transfer_s(PAIR, fast, "stream") == transfer_s(PAIR, fast, "pull")

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ def test_an_observation_is_read_back_from_a_report(tmp_path: Path) -> None:
 
 def test_the_report_has_all_nine_and_is_narrow() -> None:
     text = doctor.diagnose(HEALTHY).text
-    assert text.startswith("nothing binds (0 of 9")
+    assert text.startswith("nothing binds at 20 req/s, of ")
+    assert "2P:4D, over 60 s" in text
+    assert "20 req/s, 8,192 tokens in, 1,024 tokens out, 19.5 ms a token" in text
     assert all(f" {number}. " in text for number in range(1, 10))
     assert max(map(len, text.splitlines())) <= 100
 
@@ -121,3 +124,23 @@ def test_a_report_may_end_with_its_json(tmp_path: Path) -> None:
     path = tmp_path / "twin.txt"
     path.write_text("a report\n\n" + json.dumps({"observation": HEALTHY.as_dict()}) + "\n")
     assert observe(path).as_dict() == HEALTHY.as_dict()
+
+
+def test_what_is_not_known_is_named_in_words_and_asked_for() -> None:
+    unknown = math.nan
+    text = doctor.diagnose(HEALTHY.with_facts(link_bytes_per_s=unknown, turn_tokens=unknown)).text
+    assert "not known: rate of the link (--link)" in text
+    assert "do: give --turn-tokens" in text
+    assert "link_bytes_per_s" not in text
+
+
+def test_a_silent_deployment_is_said_to_be_silent() -> None:
+    assert doctor.diagnose(HEALTHY.with_facts(requests_per_s=0.0)).text.startswith("no request")
+
+
+def test_near_its_limit_the_shorter_side_is_named() -> None:
+    seen = HEALTHY.with_facts(
+        prefill_busy=0.99, requests_per_s=20.0, decode_kv_usage=0.2, decode_pool_tokens=1e7
+    )
+    first = " ".join(doctor.diagnose(seen).text.partition("\n\n")[0].split())
+    assert first.startswith("near its limit: 20 req/s, of 20.2 that it carries; too few P in 2P:4D")
