@@ -140,6 +140,9 @@ class CostExecutor:
                     it.end_s = it.start_s + self._idle_s()
                 else:
                     return
+            elif it.end_s == math.inf and len(self._running) > 1:
+                # It had nothing else to do, and now it has.
+                it.end_s = self.looked_up_s(self._clock.now())
             before_s = it.end_s
 
     def command(self, it: RunningPlan) -> None:
