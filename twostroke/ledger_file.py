@@ -26,7 +26,8 @@ class Recorded(msgspec.Struct, omit_defaults=True):
     """One request of a run of ours, measured or simulated.
 
     `block_ids`, if any, name each begun block of `block_tokens` prompt tokens, equal where prefixes
-    are. `intervals` are the seconds of the ledger by interval, in lower case.
+    are. `intervals` are the seconds of the ledger by interval, in lower case. `engines` are how
+    many prefilled and how many decoded then; none where no engine has such a role.
     """
 
     arrival_s: Time
@@ -39,6 +40,7 @@ class Recorded(msgspec.Struct, omit_defaults=True):
     cached_tokens: int = 0
     num_preemptions: int = 0
     intervals: dict[str, float] = {}
+    engines: tuple[int, int] = (0, 0)
 
 
 class LedgerFile:
@@ -55,7 +57,7 @@ class LedgerFile:
         except OSError as error:
             raise ConfigError(f"cannot write the ledger to {path}: {error.strerror}") from None
 
-    def add(self, records: Sequence[SampleRecord]) -> None:
+    def add(self, records: Sequence[SampleRecord], engines: tuple[int, int]) -> None:
         """A request has ended: its samples. Those without an answer are left out."""
         lines = b""
         for it in records:
@@ -71,6 +73,7 @@ class LedgerFile:
                 cached_tokens=it.cached_tokens,
                 num_preemptions=ledger.num_preemptions,
                 intervals={name: spent_s for name, spent_s in ledger.spent().items() if spent_s},
+                engines=engines,
             )
             lines += msgspec.json.encode(row) + b"\n"
         try:

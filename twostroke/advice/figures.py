@@ -42,15 +42,34 @@ def carried_per_s(seen: Observation) -> float:
     return UNKNOWN if math.isnan(sum(sides)) else min(sides)
 
 
+def loading(seen: Observation) -> float:
+    """Requests of a D that wait for nothing but their transfer.
+
+    Where KV streams D has blocks for them before P computes, so most of them wait for P.
+    """
+    if seen.kv_streams > 0:
+        return over(seen.requests_per_s * seen.transfer_s, seen.num_decode)
+    return seen.decode_loading
+
+
+def decode_kv_usage(seen: Observation) -> float:
+    """Share of D's KV in use by what it decodes or reads, not by what waits for P."""
+    if seen.kv_streams > 0:
+        its = seen.decode_running + known(loading(seen))
+        return seen.decode_kv_usage * over(its, seen.decode_running + known(seen.decode_loading))
+    return seen.decode_kv_usage
+
+
 def decode_saturation(seen: Observation) -> str:
     """What of D is used up: kv, seats or nothing; unknown without its gauges."""
     if seen.decode_running >= FULL * seen.decode_max_num_seqs:
         return "seats"
-    if seen.decode_kv_usage >= FULL or decode_places(seen) <= 1 / FULL:
+    usage = decode_kv_usage(seen)
+    if usage >= FULL or decode_places(seen) <= 1 / FULL:
         return "kv"
-    if _is_blocked_with_blocks_left(seen):
+    if not seen.kv_streams > 0 and _is_blocked_with_blocks_left(seen):
         return "kv"
-    return "unknown" if math.isnan(seen.decode_kv_usage) else "nothing"
+    return "unknown" if math.isnan(usage) else "nothing"
 
 
 def decode_places(seen: Observation) -> float:
@@ -59,7 +78,7 @@ def decode_places(seen: Observation) -> float:
     A router that sends no more than will fit keeps a D full at 1, while its blocks fill up slowly.
     """
     holds = over(seen.decode_pool_tokens, seen.prompt_tokens + seen.output_tokens)
-    return over(holds, seen.decode_running + known(seen.decode_loading))
+    return over(holds, seen.decode_running + known(loading(seen)))
 
 
 def _is_blocked_with_blocks_left(seen: Observation) -> bool:
@@ -92,9 +111,9 @@ def decode_room(seen: Observation) -> float:
 
     What is loading counts as room: on a link that is fast enough it would decode.
     """
-    there = over(seen.decode_running + known(seen.decode_loading), seen.decode_running)
+    there = over(seen.decode_running + known(loading(seen)), seen.decode_running)
     limits = (
-        there * over(FILLED, seen.decode_kv_usage),
+        there * over(FILLED, decode_kv_usage(seen)),
         there * decode_places(seen),
         over(seen.decode_max_num_seqs, seen.decode_running),
     )

@@ -30,6 +30,7 @@ class Observation:
     decode_tp: float = UNKNOWN
     num_kv_heads: float = UNKNOWN
     kv_token_bytes: float = UNKNOWN  # all ranks of D, as often as it is stored
+    kv_streams: float = UNKNOWN  # 1: D has blocks before P computes, and reads chunk by chunk
     # demand
     requests_per_s: float = UNKNOWN  # ended
     prompt_tokens: float = UNKNOWN

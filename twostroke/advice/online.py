@@ -221,6 +221,7 @@ class Advisor:
             window_s=window_s,
             num_prefill=counts["prefill"],
             num_decode=counts["decode"],
+            kv_streams=float(self._streams),
             requests_per_s=over(ended, window_s),
             prompt_tokens=over(grown["prompt"], ended),
             cached_tokens=over(grown["cached"], ended),

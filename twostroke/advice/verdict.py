@@ -86,7 +86,7 @@ def unknown(name: str, missing: tuple[str, ...], evidence: tuple[str, ...] = ())
     others = [field for field in missing if field not in FLAGS]
     action = f"give {' and '.join(flags)}" if flags else ""
     if others or not missing:
-        action += f"{', and ' if flags else ''}watch it while requests come"
+        action += f"{', and ' if flags else ''}watch it while it serves"
     return Verdict(
         name=name,
         answer="unknown",

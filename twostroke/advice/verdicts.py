@@ -58,6 +58,7 @@ def decode_bound(seen: Observation) -> Verdict:
         "decode_bound",
         evidence(
             ("KV in use on D", seen.decode_kv_usage, "%"),
+            ("by requests that still wait for P", _before_prefill(seen), "%"),
             ("rows a step", seen.decode_running, ""),
             ("TPOT", seen.tpot_s, "s"),
             ("dt/dB * B/t", power, "" if measured else "(assumed)"),
@@ -102,11 +103,11 @@ def message_size(seen: Observation) -> Verdict:
         achieved = over(seen.transfer_bytes, known(seen.read_s, seen.transfer_s) * alone)
         # In this order a figure that is not known stays so.
         share, confidence = min(over(achieved, seen.link_bytes_per_s), 1.0), "low"
-    read_s = known(seen.read_s, seen.transfer_s)
+    gets = over(seen.transfer_bytes, seen.read_s)
     found = evidence(
         ("message", size, "B"),
         ("cost of each", seen.link_message_s, "s"),
-        ("a transfer gets", over(seen.transfer_bytes, read_s), "B/s"),
+        ("a transfer gets", gets, "B/s"),
         ("link", seen.link_bytes_per_s, "B/s"),
         ("share of it that such messages reach", share, "%"),
     )
@@ -114,7 +115,12 @@ def message_size(seen: Observation) -> Verdict:
         return unknown("message_size", missing, found)
     case = Case("message_size", found, confidence, missing)
     if share >= GOOD_MESSAGES:
-        return case.leave("good", f"blocks of this size reach {share:.0%} of the link")
+        said = f"blocks of this size reach {share:.0%} of the link"
+        alone = 1 - min(known(figures.link_load(seen)), 0.95)
+        if gets < GOOD_MESSAGES * share * alone * seen.link_bytes_per_s:
+            got = over(gets, seen.link_bytes_per_s)
+            said += f"; transfers get {got:.0%} for another reason: bursts, or a busy CPU"
+        return case.leave("good", said)
     target = forms.message_bytes_for(GOOD_MESSAGES, seen.link_message_s, seen.link_bytes_per_s)
     aim = figure(known(target, 1 << 20), "B")
     return case.act(
@@ -250,7 +256,8 @@ def prefill_blocked(seen: Observation) -> Verdict:
 def decode_waits(seen: Observation) -> Verdict:
     """waits (for KV), decode (is the bottleneck itself) or neither (D keeps up)."""
     share = over(seen.transfer_s, seen.transfer_s + seen.decode_s)
-    loading = over(seen.decode_loading, seen.decode_loading + seen.decode_running)
+    on_the_way = figures.loading(seen)
+    loading = over(on_the_way, on_the_way + seen.decode_running)
     missing = seen.missing("transfer_s", "room_wait_s", "decode_s", "decode_loading")
     if math.isnan(share) and math.isnan(loading):
         return unknown("decode_waits", missing)
@@ -262,7 +269,7 @@ def decode_waits(seen: Observation) -> Verdict:
             ("transfer", seen.transfer_s, "s"),
             ("then waits to run", seen.decode_queue_s, "s"),
             ("decode", seen.decode_s, "s"),
-            ("loading", seen.decode_loading, ""),
+            ("loading", on_the_way, ""),
             ("running", seen.decode_running, ""),
             ("KV in use on D", seen.decode_kv_usage, "%"),
             ("D computes", seen.decode_busy, "%"),
@@ -400,6 +407,12 @@ def ratio(seen: Observation) -> Verdict:
     action = f"run {best[0]}P:{best[1]}D; {aim}" if better else f"add a {lacks}; {aim}"
     sides = f"its P carry {counts[0] * prefill:.3g} req/s, its D {counts[1] * decode:.3g}"
     return case.act(answer, f"too few {lacks} in {shown}: {sides}", action)
+
+
+def _before_prefill(seen: Observation) -> float:
+    """Share of D's KV that is kept for prompts that P has yet to compute."""
+    usage = seen.decode_kv_usage - figures.decode_kv_usage(seen)
+    return usage if usage > 0 else math.nan
 
 
 def _has_counts(seen: Observation) -> bool:

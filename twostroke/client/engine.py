@@ -403,7 +403,7 @@ class AsyncEngine:
             self.metrics.engines[request.samples[0].engine].observe_request(records)
             self._fleet.ended(records)
             if self._ledger_file is not None:
-                self._ledger_file.add(records)
+                self._ledger_file.add(records, self._fleet.num_of_roles)
             logger.info("%s", request_line(request.request_id, records))
             if on_close is not None:
                 on_close(records)

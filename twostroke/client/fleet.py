@@ -82,6 +82,12 @@ class EngineFleet:
         """The latest of every engine, added up."""
         return total_stats([link.stats for link in self.links.values()])
 
+    @property
+    def num_of_roles(self) -> tuple[int, int]:
+        """Engines that prefill, and that decode, for others."""
+        roles = [engine.role for engine in self.dispatcher.fleet if engine.state != "gone"]
+        return roles.count("prefill"), roles.count("decode")
+
     def on_ready(self, link: EngineLink, message: EngineReady) -> None:
         """An engine has loaded."""
         link.ready = message

@@ -13,17 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-
-from twostroke.advice.figures import carried_per_s
+from twostroke.advice.figures import carried_per_s, request_s
 from twostroke.advice.observation import FIELDS, UNKNOWN, Observation, from_dict, words
 from twostroke.advice.verdict import Verdict, evidence, figure
 from twostroke.advice.verdicts import judge
 from twostroke.errors import ConfigError
 from twostroke.kv.sizing import KvLayout
-from twostroke.ledger_file import Recorded
-from twostroke.plan import own_metrics, scrape, vllm_metrics
+from twostroke.plan import ledger_observation, own_metrics, scrape, vllm_metrics
 from twostroke.plan.question import parse_rate, parse_seconds, parse_slo
 from twostroke.twin.models import find_shape
 
@@ -80,15 +76,39 @@ def _headline(seen: Observation, verdicts: Sequence[Verdict]) -> str:
         return "nothing can be told from what was given"
     if urgent and urgent[0].name in _SATURATED:
         return textwrap.fill(f"{urgent[0].summary}; {urgent[0].action}", WIDTH)
-    if seen.requests_per_s < _BUSY * carried:
-        said = f"nothing binds at {seen.requests_per_s:.3g} req/s, of {carried:.3g} that it carries"
-    elif seen.requests_per_s >= _BUSY * carried:
+    waits = _waits(seen)
+    if seen.requests_per_s >= _BUSY * carried:
         said = f"near its limit: {seen.requests_per_s:.3g} req/s, of {carried:.3g} that it carries"
+    elif waits:
+        said = waits
+    elif seen.requests_per_s < _BUSY * carried:
+        said = f"nothing binds at {seen.requests_per_s:.3g} req/s, of {carried:.3g} that it carries"
     else:
         said = f"nothing binds ({unknown} of {len(verdicts)} questions could not be answered)"
     if urgent:
         said += f"; {urgent[0].summary}; {urgent[0].action}"
     return textwrap.fill(said, WIDTH)
+
+
+_LONG, _NAMED = 0.2, 0.05  # of a request's time: waits worth a line, and each that it names
+
+
+def _waits(seen: Observation) -> str:
+    """What takes a request long without being work, if anything does."""
+    total_s = request_s(seen)
+    waits = {
+        "in P's queue": seen.prefill_queue_s,
+        "for what P keeps": seen.prefill_pin_wait_s,
+        "for room on D": seen.room_wait_s,
+        "for its transfer": seen.transfer_s,
+        "in D's queue": seen.decode_queue_s,
+        "preempted": seen.preempted_s,
+    }
+    if sum(spent for spent in waits.values() if spent == spent) < _LONG * total_s:
+        return ""
+    long = {name: spent for name, spent in waits.items() if spent >= _NAMED * total_s}
+    told = [f"{figure(s, 's')} {name}" for name, s in sorted(long.items(), key=lambda it: -it[1])]
+    return f"a request waits {' and '.join(told)}, of {figure(total_s, 's')} in all" if told else ""
 
 
 def _what_was_seen(seen: Observation) -> list[str]:
@@ -233,55 +253,4 @@ def from_file(path: Path) -> Observation:
             whole = whole["observation"]
         if isinstance(whole, dict) and set(whole) <= set(FIELDS):
             return from_dict(whole)
-    return from_ledger(path, _rows(path, text))
-
-
-def _rows(path: Path, text: str) -> list[Recorded]:
-    decode = msgspec.json.Decoder(Recorded).decode
-    rows = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                rows.append(decode(line))
-            except msgspec.DecodeError as error:
-                raise ConfigError(
-                    f"line {number} of {path} is no request of a ledger: {error}",
-                    hint="give a ledger, the JSON of a report, or an observation",
-                ) from None
-    return rows
-
-
-def from_ledger(path: Path, rows: Sequence[Recorded]) -> Observation:
-    """From requests alone: where their time went, but not what engines and links did meanwhile."""
-    if not rows:
-        raise ConfigError(f"{path} has no request")
-    ended = [row for row in rows if row.e2e_s is not None]
-    ends = np.array([row.arrival_s + (row.e2e_s or 0.0) for row in ended])
-    window_s = float(ends.max() - min(row.arrival_s for row in rows)) if len(ends) else UNKNOWN
-
-    def spent(name: str) -> float:
-        known = [row.intervals[name] for row in ended if name in row.intervals]
-        return float(np.mean(known)) if known else UNKNOWN
-
-    tpots = [
-        (row.e2e_s - row.ttft_s) / (row.output_tokens - 1)
-        for row in ended
-        if row.e2e_s is not None and row.ttft_s is not None and row.output_tokens > 1
-    ]
-    return Observation(
-        source=f"{len(rows)} requests of {path.name}",
-        window_s=window_s,
-        requests_per_s=len(ended) / window_s if window_s > 0 else UNKNOWN,
-        prompt_tokens=float(np.mean([row.prompt_tokens for row in rows])),
-        cached_tokens=float(np.mean([row.cached_tokens for row in rows])),
-        output_tokens=float(np.mean([row.output_tokens for row in rows])),
-        prefill_queue_s=spent("queue"),
-        prefill_s=spent("prefill"),
-        room_wait_s=spent("held"),
-        transfer_s=spent("transfer"),
-        decode_queue_s=spent("decode_queue"),
-        decode_s=spent("decode"),
-        preempted_s=spent("preempted"),
-        tpot_s=float(np.mean(tpots)) if tpots else UNKNOWN,
-        preemptions_per_request=float(np.mean([row.num_preemptions for row in rows])),
-    )
+    return ledger_observation.observe(path, text)

@@ -79,7 +79,7 @@ def observe(series: Series) -> Observation:
 # What the server's own observation says of sizes and links, which no counter tells.
 _TOLD = (
     *("prefill_pin_limit", "decode_max_num_seqs", "decode_tp", "num_kv_heads", "kv_token_bytes"),
-    *("link_bytes_per_s", "link_low_bytes_per_s", "link_message_s", "num_links"),
+    *("kv_streams", "link_bytes_per_s", "link_low_bytes_per_s", "link_message_s", "num_links"),
 )
 
 

@@ -41,6 +41,7 @@ def observe(result: Result, *, slo_tpot_s: float = UNKNOWN) -> Observation:
         window_s=window_s,
         num_prefill=len(prefill),
         num_decode=len(decode),
+        kv_streams=float(scenario.settings.kv_mode == "stream"),
         requests_per_s=over(ended, window_s),
         prompt_tokens=float(result.prompt_tokens.mean()),
         cached_tokens=float(result.cached_tokens[rows].mean()) if rows.any() else UNKNOWN,

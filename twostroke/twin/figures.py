@@ -160,6 +160,8 @@ def recorded(result: Result) -> "list[Recorded]":
     from twostroke.ledger_file import Recorded
 
     rows = []
+    roles = [engine.role for engine in result.engines]
+    engines = roles.count("prefill"), roles.count("decode")
     for index in np.flatnonzero(result.done).tolist():
         spent = result.intervals_s[index]
         rows.append(
@@ -172,6 +174,7 @@ def recorded(result: Result) -> "list[Recorded]":
                 cached_tokens=int(result.cached_tokens[index]),
                 num_preemptions=int(result.num_preemptions[index]),
                 intervals={it.name.lower(): float(spent[it]) for it in Interval if spent[it]},
+                engines=engines,
             )
         )
     return rows

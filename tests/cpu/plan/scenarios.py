@@ -102,7 +102,7 @@ KNOWN = [
     Known(
         name="healthy, long answers",
         expects=HEALTHY | {"ratio": "fits", "layout": "keep"},
-        decode=2, output=512, rate=12.0, slots=100, num_requests=300,
+        decode=2, output=512, rate=12.0, slots=200, num_requests=300,
     ),
     # D's KV holds few, and more come than it lets through.
     Known(

@@ -140,3 +140,16 @@ def test_any_figures_are_judged_without_a_crash(values: list[float]) -> None:
     given_values = dict(zip(FIELDS, map(float, values), strict=True))
     seen = Observation(**given_values | {"source": ""})  # type: ignore[arg-type]
     assert tuple(it.name for it in judge(seen)) == NAMES
+
+
+def test_what_waits_for_prefill_on_decode_is_not_held_against_it() -> None:
+    """Where KV streams D is full of requests for which P has no time."""
+    busy = {
+        "kv_streams": 1.0, "decode_kv_usage": 0.95, "decode_running": 20.0, "requests_per_s": 2.0,
+        "decode_loading": 150.0, "decode_waiting": 9.0, "decode_pool_tokens": 1.6e6,
+    }  # fmt: skip
+    assert verdict("decode_waits", **busy | {"kv_streams": 0.0}).answer == "waits"
+    assert verdict("decode_waits", **busy).answer == "neither"
+    found = verdict("decode_bound", **busy)
+    assert found.answer == "nothing"
+    assert "by requests that still wait for P: 84%" in found.evidence
