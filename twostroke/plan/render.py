@@ -51,16 +51,18 @@ def answer(plan: Plan) -> str:
     if not math.isfinite(rate):
         return f"{said}\n{best.within_slo_per_s:.3g} req/s within {plan.question.slo}"
     if plan.carries_the_load:
+        most = max(rate, best.within_slo_per_s)
         enough = (
-            f"carries {rate:.3g} req/s on {best.num_gpus} GPUs within {plan.question.slo}, "
-            f"and up to {max(rate, best.within_slo_per_s):.3g}"
+            f"carries {rate:.3g} req/s (up to {most:.3g}) on {best.num_gpus} GPUs within "
+            f"{plan.question.slo}"
         )
     else:
         enough = (
             f"does not carry {rate:.3g} req/s within {plan.question.slo}: "
             f"{best.goodput_per_s:.3g} req/s do on {best.num_gpus} GPUs"
         )
-    return f"{said}\n{enough}; {best.goodput_per_gpu_s:.3g} good req/s per GPU"
+    told = f"{enough}; {best.goodput_per_gpu_s:.3g} good req/s per GPU"
+    return f"{said}\n{textwrap.fill(told, WIDTH)}"
 
 
 def _on(name: str) -> str:

@@ -39,7 +39,8 @@ def test_small_pools_are_serial_and_large_ones_overlap(study: article.Study) -> 
 
 def test_the_report(study: article.Study) -> None:
     text = study.text
-    assert text.startswith("4P:7D of TP8 carries 65 req/s; bound by ")
+    assert text.startswith("4P:7D of TP8 carries 65 req/s, up to ")
+    assert "--kv-gib 54" in text
     for figure in ("24 KiB", "384 KiB", "288 prompts of 8k", "256 with", "8 prompts a batch"):
         assert figure in text
     assert max(map(len, text.splitlines())) <= 100
@@ -51,3 +52,4 @@ def test_the_page_stands_alone(study: article.Study) -> None:
     assert "<script" in page
     assert "src=" not in page.split("<body>")[1][:2000]
     assert "4P:7D" in page
+    assert "{json}" not in page
