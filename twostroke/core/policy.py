@@ -48,7 +48,7 @@ def least_lost_victim(state: EngineState) -> int:
     references = state.kv.pool.references
     for place in places.tolist():
         blocks = state.request_at(int(running[place])).table.blocks
-        if any(references[block] == 1 for block in blocks):
+        if np.count_nonzero(references[blocks] == 1):
             return int(place)
     return last_victim(state)
 

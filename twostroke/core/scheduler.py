@@ -24,6 +24,7 @@ from twostroke.core.policy import (
 from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
 from twostroke.core.step import Admission, Step
+from twostroke.kv.blocks import NO_BLOCKS
 from twostroke.messages import Bools, Finished, FinishReason, Int32s
 
 
@@ -170,8 +171,8 @@ class Scheduler:
         taken = self.kv.grow(request.table, computed, needed)
         if taken is None:
             return False
-        if taken:
-            step.grown[slot] = taken
+        if len(taken):
+            step.grown[slot] = taken.tolist()
         self.seats.refresh_table(request)
         return True
 
@@ -290,7 +291,7 @@ class Scheduler:
             self._end_load(request)
         elif request.status is Status.WAITING_FOR_GRAMMAR:
             request.status = Status.WAITING
-        hits: list[int] = []
+        hits = NO_BLOCKS
         num_local, num_external, asynchronous = None, 0, False
         if request.num_computed == 0:
             hits = self._lookup(request)
@@ -344,12 +345,12 @@ class Scheduler:
             self._admit(step, admission, num_new)
         return _Verdict.ADMITTED
 
-    def _is_held_back(self, step: Step, request: Request, hits: list[int]) -> bool:
+    def _is_held_back(self, step: Step, request: Request, hits: Int32s) -> bool:
         """Whether a prefill must wait because what is held for others takes too much memory."""
         if self._handoff is None or request.kv_send is None:
             return False
         is_first = request.was_held_back or not self.queues.num_held_back
-        if self._handoff.may_send(request, hits, is_first=is_first):
+        if self._handoff.may_send(request, hits.tolist(), is_first=is_first):
             return False
         self.kv.remember_lookup(request.table)
         self.queues.hold_back(request)
@@ -369,7 +370,7 @@ class Scheduler:
         capacity = self.kv.pool.num_usable * self.config.block_size
         return max(0, min(1 + self.config.num_spec_tokens, capacity - computed))
 
-    def _leaves_room(self, request: Request, hits: list[int]) -> bool:
+    def _leaves_room(self, request: Request, hits: Int32s) -> bool:
         """Whether blocks for the expected growth of all that runs remain beside this request."""
         if not self.state.reserve_output_tokens or not self.state.num_seats_taken:
             return True
@@ -379,7 +380,7 @@ class Scheduler:
         own = blocks - len(hits) - len(request.table.blocks)
         return own + reserved_blocks(self.state) <= self.kv.num_free
 
-    def _lookup(self, request: Request) -> list[int]:
+    def _lookup(self, request: Request) -> Int32s:
         if len(request.table.keys) < request.num_known // self.config.block_size:
             self.kv.hash_tokens(request.table, request.tokens)
         hits = self.kv.lookup(request.table, request.num_known)

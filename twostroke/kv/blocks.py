@@ -1,38 +1,25 @@
 """The pool of KV blocks: reference counts and the free list, in the order blocks are reused.
 
 Blocks are 0 to num_blocks - 1. Block 0 is the null block: a placeholder in block tables that is
-never free and never used. The free list is a range of blocks that were never used, and a queue:
+never free and never used. The free list is a queue:
 
-    front (used first)   [fresh, fresh + 1 .. num_blocks - 1]   released first .. released last
+    places     ... head                                              tail
+    front (used first)   [released first ...            released last]
 
-A prefix hit takes a block out of its middle. The block's entry stays behind and is `stale` from
-then on: whoever comes to it passes it over. If the block is released again, it gets a second
-entry further back, so of several entries of a block the first ones are the stale ones. Plain Python
-containers hold all this: single items of a list are read several times faster than of an array.
+A prefix hit takes a block out of its middle. The block's entry stays behind, and whoever comes to
+it passes it over: an entry counts only at the place that `_place_of` has for its block. All of it
+is columns, so that a whole prompt's blocks are taken, pinned or released in a few operations.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from itertools import chain
+import numpy as np
+
+from twostroke.messages import Int32s
 
 NULL_BLOCK = 0
+NO_BLOCKS: Int32s = np.empty(0, np.int32)
+_HELD = -1  # the place of a block that is not free
 _SLACK_ENTRIES = 1024
-_SHORTEST_RUN = 16
-
-
-def run_of(blocks: list[int]) -> slice | None:
-    """Where a list by block has the entries of these, if each is beside the last, up or down.
-
-    Most tables of prompts are such runs, and a slice is many times as fast as a loop.
-    """
-    count = len(blocks)
-    if count < _SHORTEST_RUN:
-        return None
-    first, last = blocks[0], blocks[-1]
-    step = 1 if last > first else -1
-    if last - first != step * (count - 1) or blocks != list(range(first, last + step, step)):
-        return None
-    return slice(first, last + step if last + step >= 0 else None, step)
+_LEAST_LOOK = 64  # entries that are looked at together where some do not count
 
 
 class BlockPool:
@@ -41,94 +28,77 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
-        self.references = [0] * num_blocks
-        self._fresh = NULL_BLOCK + 1  # the first block that was never used
-        self._queue: deque[int] = deque()
-        self._stale: dict[int, int] = {}  # how many entries of a block in the queue are
+        self.references: Int32s = np.zeros(num_blocks, np.int32)
+        self._queue: Int32s = np.empty(2 * num_blocks + _SLACK_ENTRIES, np.int32)
+        self._queue[: self.num_free] = np.arange(1, num_blocks)
+        self._place_of = np.arange(-1, num_blocks - 1)  # of a block's entry in the queue
+        self._head, self._tail = 0, self.num_free
 
     @property
     def num_usable(self) -> int:
         return self.num_blocks - 1
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> Int32s:
         """The `count` blocks at the front, each with one reference. There must be that many."""
-        first, references = self._queue.popleft, self.references
-        taken: list[int] = []
-        while missing := count - len(taken):
-            fresh = self._fresh
-            self._fresh = min(fresh + missing, self.num_blocks)
-            batch = [*range(fresh, self._fresh)] or [first() for _ in range(missing)]
-            taken += self._without_stale(batch) if self._stale else batch
-        run = run_of(taken)
-        if run is not None:
-            references[run] = [1] * count
+        if self._tail - self._head == self.num_free:  # each entry counts
+            end = self._head + count
+            taken = self._queue[self._head : end].copy()
+            self._head = end
         else:
-            for block in taken:
-                references[block] = 1
+            taken = self._take_counting(count)
         self.num_free -= count
+        self.references[taken] = 1
+        self._place_of[taken] = _HELD
         return taken
 
-    def _without_stale(self, batch: list[int]) -> list[int]:
-        """Pass over the stale ones among entries that just left the queue."""
-        stale = self._stale
-        passed = [block for block in batch if block in stale]
-        once = set(passed)
-        if len(once) == len(passed):
-            for block in passed:
-                self._pass_over(stale, block)
-            return [block for block in batch if block not in once] if passed else batch
-        # A block's stale entries and its own are in one batch: one by one.
-        taken = []
-        for block in batch:
-            if block in stale:
-                self._pass_over(stale, block)
-            else:
-                taken.append(block)
-        return taken
+    def _take_counting(self, count: int) -> Int32s:
+        """The same, passing over entries that do not count."""
+        taken = [NO_BLOCKS]
+        while count:
+            end = min(self._head + max(count, _LEAST_LOOK), self._tail)
+            entries = self._queue[self._head : end]
+            places = np.flatnonzero(self._place_of[entries] == np.arange(self._head, end))[:count]
+            taken.append(entries[places])
+            count -= len(places)
+            self._head = self._head + int(places[-1]) + 1 if not count else end
+        return np.concatenate(taken)
 
-    @staticmethod
-    def _pass_over(stale: dict[int, int], block: int) -> None:
-        if stale[block] == 1:
-            del stale[block]
-        else:
-            stale[block] -= 1
+    def pin(self, blocks: Int32s) -> None:
+        """Add a reference to each of these blocks, all different, out of the free list or not."""
+        references = self.references[blocks]
+        free = blocks[references == 0]
+        self._place_of[free] = _HELD
+        self.num_free -= len(free)
+        self.references[blocks] = references + 1
 
-    def pin(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block, taking it out of the free list where it was free."""
-        references, stale = self.references, self._stale
-        for block in blocks:
-            if references[block] == 0:
-                stale[block] = stale.get(block, 0) + 1
-                self.num_free -= 1
-            references[block] += 1
+    def release(self, blocks: Int32s) -> None:
+        """Drop a reference from each, in order; those left with none go to the back, in order.
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """Drop a reference from each, in order; those left with none go to the back, in order."""
-        references, blocks = self.references, list(blocks)
-        run, ones = run_of(blocks), [1] * len(blocks)
-        if run is not None and references[run] == ones:
-            references[run] = [0] * len(blocks)
-            freed = blocks
-        else:
-            freed = []
-            for block in blocks:
-                if block != NULL_BLOCK:
-                    left = references[block] - 1
-                    references[block] = left
-                    if not left:
-                        freed.append(block)
-        self._queue.extend(freed)
+        They must all be different, but for null blocks.
+        """
+        left = self.references[blocks] - 1
+        freed = blocks[left == 0]
+        if len(freed) < len(blocks):
+            null = blocks == NULL_BLOCK
+            left[null] = 0
+        self.references[blocks] = left
+        if self._tail + len(freed) > len(self._queue):
+            self._close_up()
+        end = self._tail + len(freed)
+        self._queue[self._tail : end] = freed
+        self._place_of[freed] = np.arange(self._tail, end)
+        self._tail = end
         self.num_free += len(freed)
-        # A prefix that is hit again and again leaves an entry behind each time.
-        if len(self._queue) > 2 * self.num_free + _SLACK_ENTRIES:
-            self._queue = deque(block for block in self.free_blocks() if block < self._fresh)
-            self._stale = {block: 1 for block in self._stale if block >= self._fresh}
 
-    def free_blocks(self) -> Iterator[int]:
+    def _close_up(self) -> None:
+        """Move the free list to the front of the queue's memory."""
+        free = self.free_blocks()
+        self._head, self._tail = 0, len(free)
+        self._queue[: len(free)] = free
+        self._place_of[free] = np.arange(len(free))
+
+    def free_blocks(self) -> Int32s:
         """The free list, front to back."""
-        stale = dict(self._stale)
-        for block in chain(range(self._fresh, self.num_blocks), self._queue):
-            if block in stale:
-                self._pass_over(stale, block)
-            else:
-                yield block
+        entries = self._queue[self._head : self._tail]
+        free: Int32s = entries[self._place_of[entries] == np.arange(self._head, self._tail)]
+        return free

@@ -10,14 +10,17 @@ layers: full attention, or one sliding window.
 With a window W, the leading blocks that no later token can see are replaced by the null block.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
+import numpy as np
+
 from twostroke.config import SchedulerConfig
 from twostroke.errors import TwostrokeError
-from twostroke.kv.blocks import NULL_BLOCK, BlockPool
-from twostroke.kv.prefix import PrefixHasher, PrefixMap, UInt64s
+from twostroke.kv.blocks import NO_BLOCKS, NULL_BLOCK, BlockPool
+from twostroke.kv.prefix import Hasher, KeyMap, Keys, PrefixHasher, PrefixMap, UInt64s
 from twostroke.messages import Int32s, Int64s
 
 _MAX_MEMOS = 32
@@ -32,17 +35,21 @@ class BlockTable:
 
     `num_registered` counts leading blocks that are in the prefix map (or need not be); it is None
     until the first of them is. `keys` and `sums` reach as far as the request's full blocks were
-    hashed.
+    hashed. `blocks` is an array of C integers: whole tables become columns without a copy.
     """
 
     __slots__ = ("blocks", "keys", "may_read", "num_registered", "sums")
 
-    def __init__(self, sums: UInt64s, *, may_read: bool = True) -> None:
-        self.blocks: list[int] = []
-        self.keys: list[bytes] = []
+    def __init__(self, keys: Keys, sums: UInt64s, *, may_read: bool = True) -> None:
+        self.blocks = array("i")
+        self.keys = keys
         self.sums = sums
         self.num_registered: int | None = None
         self.may_read = may_read
+
+    def column(self, start: int = 0, end: int | None = None) -> Int32s:
+        """Blocks `start` to `end`; to be dropped before the table changes."""
+        return np.frombuffer(self.blocks, np.int32)[start:end] if self.blocks else NO_BLOCKS
 
 
 class _Memo:
@@ -53,11 +60,11 @@ class _Memo:
 
     __slots__ = ("blocks", "hits", "limit", "missing_key")
 
-    def __init__(self, limit: int, hits: list[int], missing_key: bytes | None) -> None:
+    def __init__(self, limit: int, hits: Int32s, missing_key: Keys) -> None:
         self.limit = limit
         self.hits = hits
-        self.blocks = frozenset(hits)
-        self.missing_key = missing_key
+        self.blocks = frozenset(hits.tolist())
+        self.missing_key = missing_key  # the one key, if any
 
 
 class KvManager:
@@ -73,18 +80,22 @@ class KvManager:
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
         self.caching = config.enable_prefix_caching
-        self.hasher = PrefixHasher(config.block_size, secret=secret)
+        self.hasher: Hasher = PrefixHasher(config.block_size, secret=secret)
         self.num_lookups = 0
         self.num_owners = 0  # tables that hold blocks
         self._in_runs = in_runs
-        self._map = PrefixMap(config.num_blocks)
+        self._map: KeyMap = PrefixMap(config.num_blocks)
         self._max_model_len = config.max_model_len
         self._window = config.sliding_window
         self._drop_last_hit = config.num_spec_tokens > 0 and config.spec_method == "eagle"
         self._memos: dict[BlockTable, _Memo] = {}
-        self._last_lookup: tuple[BlockTable, int, list[int]] | None = None
+        self._last_lookup: tuple[BlockTable, int, Int32s] | None = None
         window_tokens = (self._window or 0) - 1 + config.max_num_batched_tokens
         self._window_gate_blocks = self.blocks_for(min(window_tokens, config.max_model_len)) + 1
+
+    def use_keys(self, hasher: Hasher, key_map: KeyMap) -> None:
+        """Know prefixes by other keys than a process with secrets does. Before the first table."""
+        self.hasher, self._map = hasher, key_map
 
     # ------------------------------------------------------------ sizes
 
@@ -122,7 +133,7 @@ class KvManager:
 
     def new_table(self, tokens: Int32s, domain: str, *, may_read: bool) -> BlockTable:
         """An empty table of a request with these tokens; hashes their full blocks."""
-        table = BlockTable(self.hasher.start(domain), may_read=may_read)
+        table = BlockTable(self.hasher.no_keys(), self.hasher.start(domain), may_read=may_read)
         self.hash_tokens(table, tokens)
         return table
 
@@ -134,13 +145,13 @@ class KvManager:
             keys, table.sums = self.hasher.extend_one(table.sums, first, rest)
             table.keys += keys
 
-    def lookup(self, table: BlockTable, num_tokens: int) -> list[int]:
+    def lookup(self, table: BlockTable, num_tokens: int) -> Int32s:
         """Cached blocks that match the prefix, leaving at least one of `num_tokens` to compute.
 
         Nothing is pinned. With a window the list may begin with null blocks.
         """
         if not self.caching or not table.may_read:
-            return []
+            return NO_BLOCKS
         limit = min((num_tokens - 1) // self.block_size, len(table.keys))
         if self._window is not None:
             self.num_lookups += 1
@@ -149,17 +160,12 @@ class KvManager:
             hits = self._prefix_hits(table, limit)
         return hits[:-1] if self._drop_last_hit else hits
 
-    def _prefix_hits(self, table: BlockTable, limit: int) -> list[int]:
-        memo, first = self._memos.get(table), self._map.first
-        if memo is not None and memo.limit == limit and memo.missing_key not in first:
+    def _prefix_hits(self, table: BlockTable, limit: int) -> Int32s:
+        memo = self._memos.get(table)
+        if memo is not None and memo.limit == limit and not len(self._map.find(memo.missing_key)):
             return memo.hits
         self.num_lookups += 1
-        hits: list[int] = []
-        for key in table.keys[:limit]:
-            block = first.get(key)
-            if block is None:
-                break
-            hits.append(block)
+        hits = self._map.find(table.keys[:limit])
         self._last_lookup = (table, limit, hits)
         return hits
 
@@ -170,26 +176,22 @@ class KvManager:
         _, limit, hits = self._last_lookup
         if len(self._memos) >= _MAX_MEMOS:
             self._memos.clear()
-        missing_key = table.keys[len(hits)] if len(hits) < limit else None
+        missing_key = table.keys[len(hits) : min(len(hits) + 1, limit)]
         self._memos[table] = _Memo(limit, hits, missing_key)
         self._last_lookup = None
 
-    def _window_hits(self, keys: list[bytes], window: int) -> list[int]:
+    def _window_hits(self, keys: Keys, window: int) -> Int32s:
         """The right-most run of cached blocks that covers a window, nulls to its left.
 
         Without such a run: the run that begins at block 0, of whatever length.
         """
         want = self.blocks_for(window - 1) + self._drop_last_hit
-        hits = [NULL_BLOCK] * len(keys)
+        hits = self._map.find_each(keys)
         run = 0
-        for index in range(len(keys) - 1, -1, -1):
-            block = self._map.first.get(keys[index])
-            if block is None:
-                run = 0
-                continue
-            hits[index] = block
-            run += 1
-            if run >= want:
+        for index, block in zip(range(len(keys) - 1, -1, -1), hits[::-1].tolist(), strict=True):
+            run = run + 1 if block != NULL_BLOCK else 0
+            if run and run >= want:
+                hits[:index] = NULL_BLOCK
                 return hits[: index + run]
         return hits[:run]
 
@@ -203,7 +205,7 @@ class KvManager:
         start = table.num_registered or 0
         end = min(num_tokens // self.block_size, len(table.blocks))
         if end > start:
-            self._map.add(table.keys[start:end], table.blocks[start:end])
+            self._map.add(table.keys[start:end], table.column(start, end))
             table.num_registered = end
 
     def register_in_turns(
@@ -213,8 +215,8 @@ class KvManager:
 
         The order only matters where two blocks have one key: the first is served first.
         """
-        keys: list[bytes] = []
-        blocks: list[int] = []
+        keys = self.hasher.no_keys()
+        blocks = array("i")
         for table, count in zip(tables, counts, strict=True):
             start = table.num_registered or 0
             keys += table.keys[start : start + count]
@@ -227,19 +229,21 @@ class KvManager:
             for row in order:
                 places.append(nexts[row])
                 nexts[row] += 1
-            keys, blocks = [keys[i] for i in places], [blocks[i] for i in places]
-        self._map.add(keys, blocks)
+            keys, blocks = [keys[i] for i in places], array("i", [blocks[i] for i in places])
+        self._map.add(keys, np.frombuffer(blocks, np.int32))
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Take blocks out of the prefix map (their content is invalid); owners keep them."""
-        self._evict(list(blocks))
+        self._evict(np.array(list(blocks), np.int32))
 
-    def _evict(self, blocks: list[int]) -> None:
+    def _evict(self, blocks: Int32s) -> None:
         """Take the keys of blocks that have one, and forget look-ups that found them."""
         if self._map.remove_all(blocks):
             self._last_lookup = None
-            for table in [t for t, m in self._memos.items() if not m.blocks.isdisjoint(blocks)]:
-                del self._memos[table]
+            if self._memos:
+                lost = blocks.tolist()
+                for table in [t for t, m in self._memos.items() if not m.blocks.isdisjoint(lost)]:
+                    del self._memos[table]
 
     def reset(self) -> bool:
         """Empty the prefix cache; refused (False) while any block is in use."""
@@ -252,7 +256,7 @@ class KvManager:
 
     # ------------------------------------------------------------ allocation
 
-    def grow(self, table: BlockTable, num_computed: int, num_slots: int) -> list[int] | None:
+    def grow(self, table: BlockTable, num_computed: int, num_slots: int) -> Int32s | None:
         """Make a running request's table hold `num_slots` tokens; None when blocks are short.
 
         Returns the new block ids. Blocks that fell out of the window are released first, even
@@ -262,18 +266,18 @@ class KvManager:
             self._release_unseen(table, num_computed)
         count = self.blocks_for(num_slots) - len(table.blocks)
         if count <= 0:
-            return []
+            return NO_BLOCKS
         if count > self.pool.num_free:
             return None
         return self._take(table, count)
 
     def take_for(self, tables: Sequence[BlockTable], counts: list[int]) -> list[list[int]]:
         """Append `counts[i]` new blocks to each table, in order; there must be enough."""
-        taken = self._fresh(sum(counts))
+        taken = self._fresh(sum(counts)).tolist()
         shares, start = [], 0
         for table, count in zip(tables, counts, strict=True):
             share = taken[start : start + count]
-            table.blocks += share
+            table.blocks.extend(share)
             shares.append(share)
             start += count
         return shares
@@ -284,7 +288,7 @@ class KvManager:
         *,
         num_tokens: int,
         num_computed: int,
-        hits: list[int],
+        hits: Int32s,
         num_external: int,
         num_new: int,
         lookahead: int,
@@ -311,7 +315,7 @@ class KvManager:
             return False
         self._memos.pop(table, None)
         self.num_owners += not table.blocks
-        if table.num_registered is None and (hits or num_external > 0):
+        if table.num_registered is None and (len(hits) or num_external > 0):
             self._place_hits(table, hits, present, num_external)
         missing = self.blocks_for(slots) - len(table.blocks)
         if missing > 0:
@@ -320,38 +324,36 @@ class KvManager:
             self.register(table, min(capped + num_new, num_tokens))
         return True
 
-    def _need(self, table: BlockTable, blocks: int, hits: list[int], present: int) -> int:
+    def _need(self, table: BlockTable, blocks: int, hits: Int32s, present: int) -> int:
         """Free blocks that a table of `blocks` blocks would take."""
         held = len(table.blocks)
         if table.num_registered is not None:
             return max(blocks - held, 0)
         unseen = self.first_visible(present) // self.block_size
-        references = self.pool.references
         seen = hits[max(0, unseen - held) :]
-        pinned = [references[block] for block in seen].count(0) - seen.count(NULL_BLOCK)
+        unused = (self.pool.references[seen] == 0) & (seen != NULL_BLOCK)
+        pinned = int(np.count_nonzero(unused))
         return max(blocks - max(unseen, len(hits) + held), 0) + pinned
 
-    def _place_hits(
-        self, table: BlockTable, hits: list[int], present: int, num_external: int
-    ) -> None:
+    def _place_hits(self, table: BlockTable, hits: Int32s, present: int, num_external: int) -> None:
         unseen_tokens = self.first_visible(present)
         unseen = unseen_tokens // self.block_size
-        table.blocks += [NULL_BLOCK] * unseen
+        table.blocks.extend([NULL_BLOCK] * unseen)
         seen = hits[unseen:]
-        self.pool.pin(block for block in seen if block != NULL_BLOCK)
-        table.blocks += seen
+        self.pool.pin(seen[seen != NULL_BLOCK])
+        table.blocks.frombytes(seen.tobytes())
         table.num_registered = len(table.blocks)
         if min(num_external, present - unseen_tokens) > 0:
             self._take(table, self.blocks_for(present) - len(table.blocks))
 
-    def _take(self, table: BlockTable, count: int) -> list[int]:
+    def _take(self, table: BlockTable, count: int) -> Int32s:
         taken = self._fresh(count)
         if self._in_runs:
             taken.sort()
-        table.blocks += taken
+        table.blocks.frombytes(taken.tobytes())
         return taken
 
-    def _fresh(self, count: int) -> list[int]:
+    def _fresh(self, count: int) -> Int32s:
         """Blocks from the front of the free list, stripped of their keys."""
         taken = self.pool.take(count)
         self._evict(taken)
@@ -366,7 +368,8 @@ class KvManager:
                 break
             released.append(table.blocks[index])
             table.blocks[index] = NULL_BLOCK
-        self.pool.release(released)
+        if released:
+            self.pool.release(np.array(released, np.int32))
 
     def window_boundary(self, table: BlockTable) -> int:
         """Number of computed tokens at which the next block of `table` is out of the window."""
@@ -385,9 +388,10 @@ class KvManager:
 
     def free(self, table: BlockTable) -> None:
         """Release all blocks, last first, so that a prefix outlives what follows it."""
-        self.pool.release(reversed(table.blocks))
-        self.num_owners -= bool(table.blocks)
-        table.blocks = []
+        if table.blocks:
+            self.pool.release(table.column()[::-1])
+            self.num_owners -= 1
+            table.blocks = array("i")
         table.num_registered = None
         self._memos.pop(table, None)
 
@@ -403,12 +407,12 @@ class KvManager:
         if owners != self.num_owners:
             raise IntegrityError(f"{owners} tables hold blocks; counted {self.num_owners}")
         pool = self.pool
-        for block, references in enumerate(pool.references):
+        for block, references in enumerate(pool.references.tolist()):
             if references != held[block]:
                 raise IntegrityError(
                     f"block {block} has {references} references; {held[block]} tables hold it"
                 )
-        free = list(pool.free_blocks())
+        free = pool.free_blocks().tolist()
         if len(free) != pool.num_free or len(set(free)) != len(free):
             raise IntegrityError(f"free list has {len(free)} blocks; counted {pool.num_free}")
         if free_but_held := [block for block in free if held[block]]:
@@ -417,7 +421,7 @@ class KvManager:
             raise IntegrityError(
                 f"{len(free)} free and {len(held)} held blocks; the pool has {pool.num_usable}"
             )
-        keyed = {b: key for b, key in enumerate(self._map.key_of) if key is not None}
+        keyed = self._map.keys_by_block()
         listed = {b: key for key, blocks in self._map.blocks_by_key().items() for b in blocks}
         if keyed != listed:
             raise IntegrityError("the prefix map and the blocks' keys differ")

@@ -15,11 +15,13 @@ from hashing like no token at all. `start` is drawn from the request's domain (i
 
 import hashlib
 import secrets
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from twostroke.kv.blocks import NULL_BLOCK, run_of
+from twostroke.kv.blocks import NULL_BLOCK
 from twostroke.messages import Int32s
 
 UInt64s = NDArray[np.uint64]
@@ -27,11 +29,57 @@ UInt64s = NDArray[np.uint64]
 LANES = 4
 KEY_BYTES = LANES * 4
 _TOP_HALF = np.uint64(32)
-_NO_KEYS: list[bytes] = []
+_SHORTEST_RUN = 16
+
+# Keys of a prefix's blocks: hashable, equal where prefixes are. A list or an array of numbers.
+Keys = Any
+
+
+class Hasher(Protocol):
+    """Makes keys of token prefixes, which a `KeyMap` of its kind understands."""
+
+    def no_keys(self) -> Keys: ...
+    def start(self, domain: str) -> UInt64s: ...
+    def extend_one(
+        self, sums: UInt64s, first_block: int, tokens: Int32s
+    ) -> tuple[Keys, UInt64s]: ...
+    def extend_many(
+        self, sums: UInt64s, blocks: Int32s, tokens: Int32s
+    ) -> tuple[Sequence[Any], UInt64s]: ...
+
+
+class KeyMap(Protocol):
+    """key -> blocks that hold it, oldest first. A free block keeps its key until it is reused."""
+
+    def find(self, keys: Keys) -> Int32s:
+        """The oldest block of each key, up to the first that has none."""
+        ...
+
+    def find_each(self, keys: Keys) -> Int32s:
+        """The oldest block of each key; the null block where there is none."""
+        ...
+
+    def add(self, keys: Keys, blocks: Int32s) -> None:
+        """Register each block under its key, unless it has one already or is the null block."""
+        ...
+
+    def remove_all(self, blocks: Int32s) -> bool:
+        """Take the key from each block that has one; whether any had."""
+        ...
+
+    def clear(self) -> None: ...
+
+    def blocks_by_key(self) -> dict[Any, list[int]]:
+        """Everything registered, for checks."""
+        ...
+
+    def keys_by_block(self) -> dict[int, Any]:
+        """The same the other way round."""
+        ...
 
 
 class PrefixHasher:
-    """Makes keys of token prefixes. `secret` is for tests; by default it is random."""
+    """The engine's `Hasher`. `secret` is for tests; by default it is random."""
 
     def __init__(self, block_size: int, *, secret: bytes | None = None) -> None:
         self._block_size = block_size
@@ -55,6 +103,10 @@ class PrefixHasher:
             )
         return self._multipliers
 
+    def no_keys(self) -> Keys:
+        """Where a table's keys are collected."""
+        return []
+
     def start(self, domain: str) -> UInt64s:
         """The running sum [LANES] before the first token of a prefix in `domain`."""
         return self._start_of(domain) if domain else self._root
@@ -69,7 +121,7 @@ class PrefixHasher:
         size = self._block_size
         num_blocks = len(tokens) // size
         if num_blocks == 0:
-            return _NO_KEYS, sums
+            return [], sums
         values = tokens[: num_blocks * size].astype(np.uint64).reshape(num_blocks, size)
         values += np.uint64(1)
         end = first_block + num_blocks
@@ -101,40 +153,66 @@ def _keys_of(chain: UInt64s) -> list[bytes]:
     return keys
 
 
+def run_of(blocks: list[int]) -> slice | None:
+    """Where a list by block has the entries of these, if each is beside the last, up or down.
+
+    Most tables of prompts are such runs, and a slice is many times as fast as a loop.
+    """
+    count = len(blocks)
+    if count < _SHORTEST_RUN:
+        return None
+    first, last = blocks[0], blocks[-1]
+    step = 1 if last > first else -1
+    if last - first != step * (count - 1) or blocks != list(range(first, last + step, step)):
+        return None
+    return slice(first, last + step if last + step >= 0 else None, step)
+
+
 class PrefixMap:
-    """key -> blocks that hold it, oldest first. A free block keeps its key until it is reused."""
+    """The engine's `KeyMap`."""
 
     def __init__(self, num_blocks: int) -> None:
         self.key_of: list[bytes | None] = [None] * num_blocks
         self.first: dict[bytes, int] = {}
         self._later: dict[bytes, list[int]] = {}
 
-    def add(self, keys: list[bytes], blocks: list[int]) -> None:
-        """Register each block under its key, unless it has one already or is the null block."""
+    def find(self, keys: list[bytes]) -> Int32s:
+        hits: list[int] = []
+        for block in map(self.first.get, keys):
+            if block is None:
+                break
+            hits.append(block)
+        return np.array(hits, np.int32)
+
+    def find_each(self, keys: list[bytes]) -> Int32s:
+        return np.array([self.first.get(key, NULL_BLOCK) for key in keys], np.int32)
+
+    def add(self, keys: list[bytes], blocks: Int32s) -> None:
         key_of, first = self.key_of, self.first
-        run = run_of(blocks)
-        present = key_of[run] if run is not None else [key_of[block] for block in blocks]
-        if NULL_BLOCK in blocks or any(present):
-            known = [i for i, b in enumerate(blocks) if b != NULL_BLOCK and key_of[b] is None]
-            keys, blocks, run = [keys[i] for i in known], [blocks[i] for i in known], None
-        holders = list(map(first.setdefault, keys, blocks))
+        added = blocks.tolist()
+        run = run_of(added)
+        present = key_of[run] if run is not None else [key_of[block] for block in added]
+        if NULL_BLOCK in added or any(present):
+            known = [i for i, b in enumerate(added) if b != NULL_BLOCK and key_of[b] is None]
+            keys, added, run = [keys[i] for i in known], [added[i] for i in known], None
+        holders = list(map(first.setdefault, keys, added))
         if run is not None:
             key_of[run] = keys
         else:
-            for key, block in zip(keys, blocks, strict=True):
+            for key, block in zip(keys, added, strict=True):
                 key_of[block] = key
-        if holders != blocks:
-            for key, block, holder in zip(keys, blocks, holders, strict=True):
+        if holders != added:
+            for key, block, holder in zip(keys, added, holders, strict=True):
                 if holder != block:
                     self._later.setdefault(key, []).append(block)
 
-    def remove_all(self, blocks: list[int]) -> bool:
-        """Take the key from each block that has one; whether any had."""
+    def remove_all(self, blocks: Int32s) -> bool:
         key_of, first, later = self.key_of, self.first, self._later
-        run = run_of(blocks)
+        removed = blocks.tolist()
+        run = run_of(removed)
         if run is not None and not any(key_of[run]):
             return False
-        keyed = [(block, key) for block in blocks if (key := key_of[block]) is not None]
+        keyed = [(block, key) for block in removed if (key := key_of[block]) is not None]
         for block, key in keyed:
             if later and key in later:
                 self.remove(block)
@@ -165,5 +243,7 @@ class PrefixMap:
         self._later.clear()
 
     def blocks_by_key(self) -> dict[bytes, list[int]]:
-        """Everything registered, for checks."""
         return {key: [block, *self._later.get(key, ())] for key, block in self.first.items()}
+
+    def keys_by_block(self) -> dict[int, bytes]:
+        return {block: key for block, key in enumerate(self.key_of) if key is not None}

@@ -1,35 +1,209 @@
-"""One prefix hasher for all engines of a world.
+"""Prefixes by numbers: what a twin has in place of hashes of tokens.
 
-Its secret takes long to draw and decides nothing, and a prompt that goes to two engines need not be
-hashed twice: the keys are those of the first time.
+Its prompts are long runs of equal tokens, so a prefix is walked run by run. Each prefix that ends
+with a block has a number, and the blocks of a run have numbers in a row:
+
+    prefix       a a a a a a a b b b c c c c        (a, b, c: blocks of one token id each)
+    its keys     0 1 2 3 4 5 6 32 33 34 64 65 66 67
+
+A number stands for all tokens up to there, exactly: `_RUN` numbers at a time are given to the
+blocks of one token id that follow a prefix, and one to a block of several. Maps by number are
+columns, so that a prompt of a thousand blocks is looked up, entered or forgotten at once.
 """
 
-from twostroke.kv.prefix import PrefixHasher, UInt64s
-from twostroke.messages import Int32s
+from array import array
+from collections.abc import Sequence
+from itertools import pairwise
 
-_SECRET = b"a twin has nothing to hide" + bytes(6)
-_MAX_PROMPTS = 1024  # on their way to a second engine
+import numpy as np
+
+from twostroke.arrays import Int32s
+from twostroke.kv.blocks import NULL_BLOCK
+from twostroke.kv.prefix import LANES, UInt64s
+
+_RUN = 32  # blocks, of 16 tokens those of Mooncake's 512
+_MIXED = -1  # in place of a token id
+_NO_KEY = -1
 
 
-class PromptHasher(PrefixHasher):
-    """Remembers the keys of prompts until they are asked for once more."""
+class RunHasher:
+    """`kv.prefix.Hasher` for all engines of a world with blocks of one size.
+
+    Where others have running sums it has the number of the last block, and 1.
+    """
 
     def __init__(self, block_size: int) -> None:
-        super().__init__(block_size, secret=_SECRET)
-        # By the identity of the array, which is kept alive here.
-        self._prompts: dict[int, tuple[Int32s, list[bytes], UInt64s]] = {}
+        self._block_size = block_size
+        self._first: dict[tuple[int, int | bytes | str], int] = {}  # number, by what it follows
+        self._token_of: list[int] = []  # of each _RUN numbers
+        self._next_mixed = 0
+
+    def __len__(self) -> int:
+        """All numbers are below this."""
+        return _RUN * len(self._token_of)
+
+    def no_keys(self) -> "array[int]":
+        return array("i")
+
+    def start(self, domain: str) -> UInt64s:
+        sums = np.zeros(LANES, np.uint64)
+        if domain:
+            sums[0] = self._mixed(-1, domain) + 1
+        return sums
 
     def extend_one(
         self, sums: UInt64s, first_block: int, tokens: Int32s
-    ) -> tuple[list[bytes], UInt64s]:
-        prompt = tokens.base
-        if first_block or prompt is None or len(prompt) != len(tokens):
-            return super().extend_one(sums, first_block, tokens)
-        known = self._prompts.pop(id(prompt), None)
-        if known is not None and known[0] is prompt:
-            return known[1], known[2]
-        keys, ends = super().extend_one(sums, first_block, tokens)
-        if len(self._prompts) == _MAX_PROMPTS:
-            del self._prompts[next(iter(self._prompts))]
-        self._prompts[id(prompt)] = (prompt, keys, ends)
+    ) -> "tuple[array[int], UInt64s]":
+        size, keys = self._block_size, array("i")
+        num_blocks = len(tokens) // size
+        if not num_blocks:
+            return keys, sums
+        blocks = tokens[: num_blocks * size].reshape(num_blocks, size)
+        tokens_of = blocks[:, 0]
+        mixed = (blocks != tokens_of[:, None]).any(axis=1)
+        ends = (tokens_of[1:] != tokens_of[:-1]) | mixed[1:] | mixed[:-1]
+        starts = [0, *(np.flatnonzero(ends) + 1).tolist(), num_blocks]
+        last, firsts, counts = int(sums[0]) - 1, [], []
+        for start, end in pairwise(starts):
+            if mixed[start]:
+                last = self._mixed(last, blocks[start].tobytes())
+                firsts.append(last)
+                counts.append(1)
+                continue
+            token, missing = int(tokens_of[start]), end - start
+            while missing:
+                first = self._follower(last, token)
+                count = min(missing, _RUN - first % _RUN)
+                firsts.append(first)
+                counts.append(count)
+                last, missing = first + count - 1, missing - count
+        offsets = np.array(firsts) - (np.cumsum(counts) - counts)
+        numbers = np.repeat(offsets, counts) + np.arange(num_blocks)
+        keys.frombytes(numbers.astype(np.int32).tobytes())
+        return keys, self._sums_of(last)
+
+    def extend_many(
+        self, sums: UInt64s, blocks: Int32s, tokens: Int32s
+    ) -> tuple[Sequence[int], UInt64s]:
+        mixed = (tokens != tokens[:, :1]).any(axis=1).tolist()
+        keys = []
+        for row, last in enumerate(sums[:, 0].tolist()):
+            if mixed[row]:
+                keys.append(self._mixed(last - 1, tokens[row].tobytes()))
+            else:
+                keys.append(self._follower(last - 1, int(tokens[row, 0])))
+        ends = np.zeros_like(sums)
+        ends[:, 0] = np.array(keys) + 1
         return keys, ends
+
+    @staticmethod
+    def _sums_of(last: int) -> UInt64s:
+        sums = np.zeros(LANES, np.uint64)
+        sums[0] = last + 1
+        return sums
+
+    def _follower(self, last: int, token: int) -> int:
+        """The number of the block of this one token that follows the prefix `last`."""
+        if last >= 0 and (last + 1) % _RUN and self._token_of[last // _RUN] == token:
+            return last + 1
+        first = self._first.setdefault((last, token), len(self))
+        if first == len(self):
+            self._token_of.append(token)
+        return first
+
+    def _mixed(self, last: int, content: bytes | str) -> int:
+        """The number of any other block. They are given one by one."""
+        number = self._first.get((last, content))
+        if number is None:
+            if self._next_mixed % _RUN == 0:
+                self._next_mixed = len(self)
+                self._token_of.append(_MIXED)
+            number = self._first[last, content] = self._next_mixed
+            self._next_mixed += 1
+        return number
+
+
+class NumberMap:
+    """`kv.prefix.KeyMap` of one engine, for the numbers of a `RunHasher`."""
+
+    def __init__(self, num_blocks: int, hasher: RunHasher) -> None:
+        self._hasher = hasher
+        self._block_of: Int32s = np.zeros(0, np.int32)  # the oldest with that key
+        self._key_of: Int32s = np.full(num_blocks, _NO_KEY, np.int32)
+        self._later: dict[int, list[int]] = {}
+
+    def _column(self, keys: "array[int] | list[int]") -> Int32s:
+        """The keys as a column, with room for all of them."""
+        if len(self._block_of) < len(self._hasher):
+            room = np.zeros(2 * len(self._hasher), np.int32)
+            room[: len(self._block_of)] = self._block_of
+            self._block_of = room
+        return np.array(keys, np.int32)
+
+    def find(self, keys: "array[int]") -> Int32s:
+        blocks = self.find_each(keys)
+        missing = blocks == NULL_BLOCK
+        return blocks[: int(missing.argmax())] if np.count_nonzero(missing) else blocks
+
+    def find_each(self, keys: "array[int]") -> Int32s:
+        numbers = self._column(keys)
+        blocks: Int32s = self._block_of[numbers]
+        return blocks
+
+    def add(self, keys: "array[int] | list[int]", blocks: Int32s) -> None:
+        numbers = self._column(keys)
+        known = (self._key_of[blocks] != _NO_KEY) | (blocks == NULL_BLOCK)
+        if np.count_nonzero(known):
+            numbers, blocks = numbers[~known], blocks[~known]
+        self._key_of[blocks] = numbers
+        held = self._block_of[numbers]
+        if np.count_nonzero(held):
+            self._add_singly(numbers, blocks)
+            return
+        self._block_of[numbers] = blocks
+        if np.count_nonzero(self._block_of[numbers] != blocks):  # one key twice among them
+            self._block_of[numbers] = NULL_BLOCK
+            self._add_singly(numbers, blocks)
+
+    def _add_singly(self, numbers: Int32s, blocks: Int32s) -> None:
+        """Keys that may be there already."""
+        for key, block in zip(numbers.tolist(), blocks.tolist(), strict=True):
+            if self._block_of[key] == NULL_BLOCK:
+                self._block_of[key] = block
+            else:
+                self._later.setdefault(key, []).append(block)
+
+    def remove_all(self, blocks: Int32s) -> bool:
+        numbers = self._key_of[blocks]
+        has_key = numbers != _NO_KEY
+        if np.count_nonzero(has_key) < len(blocks):
+            numbers, blocks = numbers[has_key], blocks[has_key]
+        self._key_of[blocks] = _NO_KEY
+        if self._later:
+            for key, block in zip(numbers.tolist(), blocks.tolist(), strict=True):
+                self._remove(key, block)
+        else:
+            self._block_of[numbers] = NULL_BLOCK
+        return len(numbers) > 0
+
+    def _remove(self, key: int, block: int) -> None:
+        later = self._later.get(key, [])
+        if block in later:
+            later.remove(block)
+        else:
+            self._block_of[key] = later.pop(0) if later else NULL_BLOCK
+        if not later:
+            self._later.pop(key, None)
+
+    def clear(self) -> None:
+        self._block_of[:] = NULL_BLOCK
+        self._key_of[:] = _NO_KEY
+        self._later.clear()
+
+    def blocks_by_key(self) -> dict[int, list[int]]:
+        keys = np.flatnonzero(self._block_of).tolist()
+        return {key: [int(self._block_of[key]), *self._later.get(key, ())] for key in keys}
+
+    def keys_by_block(self) -> dict[int, int]:
+        blocks = np.flatnonzero(self._key_of != _NO_KEY).tolist()
+        return {block: int(self._key_of[block]) for block in blocks}

@@ -40,7 +40,7 @@ from twostroke.router.dispatch import Dispatcher
 from twostroke.twin.engine import TwinEngine
 from twostroke.twin.executor import CostExecutor
 from twostroke.twin.front import FrontEnd
-from twostroke.twin.hasher import PromptHasher
+from twostroke.twin.hasher import NumberMap, RunHasher
 from twostroke.twin.lockstep import Lockstep, LockstepExecutor
 from twostroke.twin.outcome import engine_result, result_of
 from twostroke.twin.record import Requests, Timeline
@@ -73,7 +73,7 @@ class World:
         self._order = itertools.count()
         self._last_output_s: list[float] = []
         self._last_input_s: list[float] = []
-        self._hashers: dict[int, PromptHasher] = {}  # by block size
+        self._hashers: dict[int, RunHasher] = {}  # by block size
         self._preempted: set[int] = set()  # and without a token since
         self._network_s = math.inf
         self._timer_s = math.inf
@@ -162,9 +162,8 @@ class World:
         self, config: SchedulerConfig, clock: VirtualClock, connector: HandoffScheduler | None
     ) -> EngineCore:
         core = EngineCore(config, clock, connector=connector)
-        core.state.kv.hasher = self._hashers.setdefault(
-            config.block_size, PromptHasher(config.block_size)
-        )
+        hasher = self._hashers.setdefault(config.block_size, RunHasher(config.block_size))
+        core.state.kv.use_keys(hasher, NumberMap(config.num_blocks, hasher))
         return core
 
     def _token_of(self, request_id: str) -> int:

@@ -56,13 +56,13 @@ def picture(core: EngineCore):
         request.handle: state.seats.tokens[request.slot, : request.num_known].tolist()
         for request in state.seats.requests()
     }
-    keys = {b: kv._map.key_of[b] for b in range(kv.pool.num_blocks)}
+    keys = kv._map.keys_by_block()
     columns = [getattr(state.seats, name).tolist() for name in ("room", "register_at", "num_keys")]
     in_flight = [
         (s.number, s.slots.tolist(), s.num_computed.tolist(), s.num_scheduled.tolist())
         for s in state.in_flight
     ]
-    free = list(kv.pool.free_blocks())
+    free = kv.pool.free_blocks().tolist()
     stats = core.stats()
     return requests, tokens, keys, kv._map.blocks_by_key(), columns, in_flight, free, stats
 

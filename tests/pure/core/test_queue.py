@@ -8,7 +8,7 @@ from twostroke.kv.manager import BlockTable
 
 def make(handle, priority=0, arrival_s=0.0):
     message = make_request(handle, priority=priority, arrival_s=arrival_s)
-    return Request(message, handle, BlockTable(sums=None))
+    return Request(message, handle, BlockTable([], None))
 
 
 def names(requests):
@@ -143,7 +143,7 @@ def test_priority_takes_the_smaller_head_of_both_queues():
 
 def test_who_holds_blocks(fcfs):
     queues, requests = fcfs
-    requests[0].table.blocks = [4]
+    requests[0].table.blocks.append(4)
     queues.block(queues.head())
     queues.pass_over(queues.head())
     queues.end_scan()

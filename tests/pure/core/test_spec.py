@@ -1,5 +1,7 @@
 """Each rule rejects a plan that breaks it."""
 
+from array import array
+
 import numpy as np
 import pytest
 
@@ -49,7 +51,7 @@ def loading(core, plan):
 
 def set_blocks(blocks):
     def apply(core, plan):
-        core.state.request_at(int(plan.slots[0])).table.blocks[:] = blocks
+        core.state.request_at(int(plan.slots[0])).table.blocks[:] = array("i", blocks)
 
     return apply
 

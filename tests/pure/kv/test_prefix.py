@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twostroke.kv.prefix import KEY_BYTES, PrefixHasher, PrefixMap
+from twostroke.kv.prefix import KEY_BYTES, PrefixHasher, PrefixMap, run_of
 
 SECRET = b"s" * 32
 TOKENS = np.arange(40, dtype=np.int32)
@@ -78,8 +78,8 @@ def test_keys_are_equal_exactly_when_prefixes_are(first, second):
 
 def test_map_serves_the_oldest_and_falls_back():
     table = PrefixMap(6)
-    table.add([b"k", b"k", b"k"], [3, 1, 5])
-    table.add([b"other", b"null"], [3, 0])  # block 3 has a key already
+    table.add([b"k", b"k", b"k"], np.array([3, 1, 5], np.int32))
+    table.add([b"other", b"null"], np.array([3, 0], np.int32))  # block 3 has a key already
     assert table.first == {b"k": 3}
     assert table.blocks_by_key() == {b"k": [3, 1, 5]}
     table.remove(1)
@@ -88,7 +88,16 @@ def test_map_serves_the_oldest_and_falls_back():
     table.remove(5)
     assert table.first == {}
     assert table.key_of == [None] * 6
-    table.add([b"k"], [2])
+    table.add([b"k"], np.array([2], np.int32))
     table.clear()
     assert table.blocks_by_key() == {}
     assert table.key_of == [None] * 6
+
+
+def test_runs():
+    up, down = list(range(3, 40)), list(range(40, 0, -1))
+    values = list(range(50))
+    for blocks in (up, down, list(range(30, -1, -1))):
+        assert values[run_of(blocks)] == blocks
+    for blocks in ([], [1, 2, 3], [*up, 50], [*up[:20], *up[21:]], [3] * 20):
+        assert run_of(blocks) is None
