@@ -22,7 +22,7 @@ from pathlib import Path
 
 from peers import serving
 from peers.catalogue import OURS_FORMS, PEERS, Peer, command_of, our_command
-from peers.models import Forms
+from peers.forms import Forms
 from peers.sides import Command, Side, SideError, running
 
 from twostroke.bench import report

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -63,8 +63,13 @@ class Processes:
             return []
 
     def pause(self) -> None:
-        for process in self.all():
+        """Stop all, and wait until they stand."""
+        processes = self.all()
+        for process in processes:
             process.suspend()
+        deadline_s = time.monotonic() + 5
+        while time.monotonic() < deadline_s and not all(map(_stands, processes)):
+            time.sleep(0.001)
 
     def resume(self) -> None:
         for process in self.all():
@@ -91,13 +96,27 @@ class Processes:
         )
 
     def end(self) -> None:
+        """A runner ends with its stdin, a server by a signal; what is left is killed."""
         self.resume()
         processes = self.all()
-        self.popen.send_signal(signal.SIGINT)
+        if self.popen.stdin is None:
+            self.popen.send_signal(signal.SIGINT)
+        else:
+            with suppress(BrokenPipeError):
+                self.popen.stdin.close()
         _, alive = psutil.wait_procs(processes, timeout=STOP_S)
         for process in alive:
             process.kill()
         self.popen.wait()
+        if self.popen.stdout is not None:
+            self.popen.stdout.close()
+
+
+def _stands(process: psutil.Process) -> bool:
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 @dataclass(frozen=True)
@@ -114,7 +133,11 @@ class Side:
     def __init__(self, command: Command, log: Path) -> None:
         self.name = command.name
         self.processes = Processes(command, log, piped=True)
-        ready = self._answer()
+        try:
+            ready = self._answer()
+        except SideError:
+            self.close()
+            raise
         self.version = str(ready["version"])
         self.load_s = float(ready["load_s"])
 
