@@ -11,6 +11,7 @@ pairs: how many times better ours is, so a busy machine slows both. Missing form
 """
 
 import argparse
+import signal
 import statistics
 import subprocess
 import sys
@@ -260,6 +261,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and end the sides
     options = parsed()
     pythons = installed(options)
     if not pythons and options.cases != ["drafts"]:

@@ -1,6 +1,7 @@
 """OpenVINO GenAI as a peer: runs in an environment of its own, with openvino-genai.
 
-Its continuous-batching pipeline reads the GGUF file itself; prompts are token ids.
+Its continuous-batching pipeline reads the GGUF file itself; prompts are token ids. Its prefix cache
+cannot be emptied, so each job's prompts begin with a token of the job's own.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from protocol import Job, serve
 POOL_GB = 1
 MAX_SEQUENCES = 256
 STEP_TOKENS = 4_096
+FIRST_TOKEN_ID = 20  # below are special ones
 
 
 class OpenVino:
@@ -23,7 +25,7 @@ class OpenVino:
         scheduler.max_num_batched_tokens = STEP_TOKENS
         scheduler.enable_prefix_caching = True
         self.pipeline = genai.ContinuousBatchingPipeline(path, scheduler, "CPU", {})
-        self.next_id = 0
+        self.next_id = self.jobs = 0
 
     def generate(self, job: Job) -> int:
         """Greedy, ignoring the end of text; returns how many tokens came out."""
@@ -31,9 +33,11 @@ class OpenVino:
         config.max_new_tokens = job.output_tokens
         config.ignore_eos = True
         config.do_sample = False
+        self.jobs += 1
         handles = []
         for prompt in job.prompts:
-            tokens = openvino.Tensor(np.array([prompt], dtype=np.int64))
+            own = [FIRST_TOKEN_ID + self.jobs, *prompt[1:]]
+            tokens = openvino.Tensor(np.array([own], dtype=np.int64))
             handles.append(self.pipeline.add_request(self.next_id, tokens, config))
             self.next_id += 1
         while self.pipeline.has_non_finished_requests():
