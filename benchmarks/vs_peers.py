@@ -33,6 +33,7 @@ THROUGHPUT = ("a", "b", "c", "d")
 CASES = (*THROUGHPUT, "drafts", "serve", "start", "memory")
 KV_BYTES_PER_TOKEN = 23_040  # SmolLM2-135M: 30 layers, 3 heads of 64, K and V, bf16
 MEMORY_CASE = "c"
+DISTURBED = 0.1  # share of the machine in other processes from which figures are doubtful
 
 
 @dataclass
@@ -40,7 +41,8 @@ class Row:
     """One line of the result. `ours` and `theirs` hold a figure a round, in `unit`.
 
     `lower_is_better` tells which way the ratio goes: it is always how many times better ours is.
-    `cpu_ratios` compares CPU time, which other processes disturb least.
+    `cpu_ratios` compares CPU time. `foreign` is the largest share of the machine that other
+    processes had in a round: engines whose threads spin at barriers suffer from it many times over.
     """
 
     case: str
@@ -51,6 +53,7 @@ class Row:
     ours: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
     cpu_ratios: list[float] = field(default_factory=list)
+    foreign: float = 0.0
 
     def ratio(self) -> float:
         pairs = zip(self.ours, self.theirs, strict=True)
@@ -63,7 +66,8 @@ class Row:
         cpu = f"{statistics.median(self.cpu_ratios):.2f}" if self.cpu_ratios else ""
         ours, theirs = (shown(statistics.median(side)) for side in (self.ours, self.theirs))
         label = f"{self.case}, {self.unit}"
-        return [label, self.peer, self.weights, ours, theirs, f"{self.ratio():.2f}", cpu]
+        ratio, foreign = f"{self.ratio():.2f}", f"{self.foreign:.0%}" if cpu else ""
+        return [label, self.peer, self.weights, ours, theirs, ratio, cpu, foreign]
 
     def result(self) -> dict[str, object]:
         return {**vars(self), "ratio": self.ratio()}
@@ -125,6 +129,7 @@ class Comparison:
         row.ours.append(tokens / runs[0].elapsed_s)
         row.theirs.append(tokens / runs[1].elapsed_s)
         row.cpu_ratios.append(runs[1].cpu_s / max(runs[0].cpu_s, 1e-3))
+        row.foreign = max(row.foreign, *(run.foreign for run in runs))
         self._say(f"{case.name} {row.weights}", row, number)
 
     def start(self, peer: str, weights: str, commands: tuple[Command, Command]) -> None:
@@ -272,10 +277,13 @@ def main() -> None:
         comparison.run(PEERS[name], python)
     if "drafts" in options.cases:
         comparison.drafts()
-    headers = ("case", "peer", "weights", "ours", "theirs", "ratio", "CPU ratio")
+    headers = ("case", "peer", "weights", "ours", "theirs", "ratio", "CPU ratio", "foreign")
     print(report.table(headers, [row.cells() for row in comparison.rows]))
     print("ratio: how many times better ours is, the median of", options.rounds, "pairs")
     print("versions:", ", ".join(f"{name} {one}" for name, one in comparison.versions.items()))
+    disturbed = [row for row in comparison.rows if row.foreign > DISTURBED]
+    if disturbed:
+        print("other processes took much of the machine: repeat when it is quiet")
     for failure in comparison.failures:
         print(f"failed: {failure}")
     if options.json:

@@ -112,6 +112,12 @@ class Processes:
             self.popen.stdout.close()
 
 
+def _busy_s() -> float:
+    """CPU seconds of the whole machine since it started."""
+    times = psutil.cpu_times()
+    return times.user + times.system + times.nice + times.irq + times.softirq
+
+
 def _stands(process: psutil.Process) -> bool:
     try:
         return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
@@ -121,10 +127,14 @@ def _stands(process: psutil.Process) -> bool:
 
 @dataclass(frozen=True)
 class Run:
-    """One job on one side. CPU time is that of all its processes, idle spinning included."""
+    """One job on one side. CPU time is that of all its processes, idle spinning included.
+
+    `foreign` is the share of the machine's CPU time that other processes had meanwhile.
+    """
 
     elapsed_s: float
     cpu_s: float
+    foreign: float
 
 
 class Side:
@@ -143,14 +153,17 @@ class Side:
 
     def run(self, case: Case) -> Run:
         """Time a case; raises SideError when fewer tokens came than were asked for."""
-        cpu_s = self.processes.cpu_s()
+        cpu_s, machine_s = self.processes.cpu_s(), _busy_s()
         answer = self.ask(case.prompts, case.output_tokens)
         if answer["num_output_tokens"] != case.num_output_tokens:
             raise SideError(
                 f"{self.name} made {answer['num_output_tokens']} tokens of case {case.name}; "
                 f"{case.num_output_tokens} were asked for"
             )
-        return Run(float(answer["elapsed_s"]), self.processes.cpu_s() - cpu_s)
+        cpu_s = self.processes.cpu_s() - cpu_s
+        elapsed_s = float(answer["elapsed_s"])
+        others_s = max(0.0, _busy_s() - machine_s - cpu_s)
+        return Run(elapsed_s, cpu_s, others_s / max(elapsed_s * psutil.cpu_count(), 1e-3))
 
     def warm_up(self, case: Case) -> None:
         """Prompts of the case's shape with no prefix in common with it."""

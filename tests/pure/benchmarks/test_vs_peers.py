@@ -60,6 +60,7 @@ def test_a_side_loads_and_runs_cases(start, tmp_path):
     assert side.version == "1.2"
     assert 0 <= run.elapsed_s < 60
     assert run.cpu_s >= 0
+    assert run.foreign >= 0
     assert side.processes.peak_bytes() > 1 << 20
     assert "a banner of the peer" in (tmp_path / "fake.log").read_text()
 
@@ -106,7 +107,7 @@ def test_a_ratio_says_how_many_times_better_ours_is(lower_is_better, ratio):
 
     row = Row("a", "fake", "bf16", "tok/s", lower_is_better, [1.0, 2.0, 3.0], [2.0, 4.0, 3.0])
     assert row.ratio() == ratio
-    assert row.cells() == ["a, tok/s", "fake", "bf16", "2.00", "3.00", f"{ratio:.2f}", ""]
+    assert row.cells() == ["a, tok/s", "fake", "bf16", "2.00", "3.00", f"{ratio:.2f}", "", ""]
     assert json.loads(json.dumps(row.result()))["ratio"] == ratio
 
 
