@@ -36,8 +36,11 @@ HUB = {
 }
 
 
+_VLLM_DTYPES = frozenset({"bfloat16", "float16", "float8"})  # of weights and KV, as pairs
+
+
 def commands(question: Question, layout: Layout) -> list[str]:
-    """Shell lines, each starting one kind of engine; comments say how many and where."""
+    """Shell lines, each starting one kind of engine; a comment before it says how many of them."""
     model = shlex.quote(HUB.get(question.model.lower(), question.model))
     return [*_twostroke(question, layout, model), *_vllm(question, layout, model)]
 
@@ -53,15 +56,20 @@ def _flags(question: Question, pool: Pool, seats: int | None = None) -> str:
     ]
     if it.block_size != 16:
         flags.append(f"--block-size {it.block_size}")
-    if it.dtype != "float8":
+    if it.dtype in ("float32", "bfloat16", "float16"):
         flags.append(f"--dtype {it.dtype}")
     return " ".join(flags)
 
 
+def _is_plain(dtype: str, kv_dtype: str) -> bool:
+    """KV is of the model's own type, and that is one that needs no quantisation."""
+    return dtype == kv_dtype and dtype in ("float32", "bfloat16", "float16")
+
+
 def _twostroke(question: Question, layout: Layout, model: str) -> list[str]:
     it = question.engines
-    if it.dtype == "float8" or it.kv_dtype == "float8":
-        return ["# twostroke has neither weights nor KV in 8-bit floats"]
+    if not _is_plain(it.dtype, it.kv_dtype):
+        return [f"# twostroke has no {it.dtype} weights with KV in {it.kv_dtype} on a GPU"]
     if layout.prefill is None or layout.decode is None:
         pool = layout.pools[0]
         flags = _flags(question, pool)
@@ -73,12 +81,12 @@ def _twostroke(question: Question, layout: Layout, model: str) -> list[str]:
         return [f"twostroke serve {model} {roles} {_flags(question, decode)}"]
     join = "--join HOST:PORT --key KEY"
     return [
-        "twostroke key KEY   # once; copy the file to every host",
+        "# once; copy the file KEY to every host",
+        "twostroke key KEY",
         f"twostroke serve {model} --engines-listen HOST:PORT --key KEY{mode}",
-        f"twostroke engine {model} --role prefill {join} {_flags(question, prefill)}"
-        f"   # x {prefill.count}",
-        f"twostroke engine {model} --role decode {join} {_flags(question, decode)}"
-        f"   # x {decode.count}",
+        f"# {prefill.count} of these, and {decode.count} of those that decode",
+        f"twostroke engine {model} --role prefill {join} {_flags(question, prefill)}",
+        f"twostroke engine {model} --role decode {join} {_flags(question, decode)}",
     ]
 
 
@@ -88,6 +96,8 @@ def _alike(prefill: Pool, decode: Pool) -> bool:
 
 def _vllm(question: Question, layout: Layout, model: str) -> list[str]:
     it = question.engines
+    if not _is_plain(it.dtype, it.kv_dtype) and not {it.dtype, it.kv_dtype} <= _VLLM_DTYPES:
+        return [f"# vLLM has no {it.dtype} weights with KV in {it.kv_dtype}"]
     eight_bit = " --quantization fp8" if it.dtype == "float8" else ""
     eight_bit += " --kv-cache-dtype fp8" if it.kv_dtype == "float8" else ""
     if layout.prefill is None or layout.decode is None:
@@ -99,9 +109,9 @@ def _vllm(question: Question, layout: Layout, model: str) -> list[str]:
     for pool, role in ((layout.prefill, "kv_producer"), (layout.decode, "kv_consumer")):
         transfer = f'\'{{"kv_connector":"NixlConnector","kv_role":"{role}"}}\''
         seats = room.advised_seats if pool is layout.decode else None
-        lines.append(
+        lines += [
+            f"# {pool.count} of these, behind a proxy that hands requests over",
             f"VLLM_NIXL_SIDE_CHANNEL_HOST=ADDRESS vllm serve {model} "
-            f"{_flags(question, pool, seats)}{eight_bit} --kv-transfer-config {transfer}"
-            f"   # x {pool.count}, behind a proxy"
-        )
+            f"{_flags(question, pool, seats)}{eight_bit} --kv-transfer-config {transfer}",
+        ]
     return lines

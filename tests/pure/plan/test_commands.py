@@ -74,9 +74,18 @@ def test_vllm_gets_no_more_seats_than_leave_room_for_what_arrives() -> None:
 
 def test_eight_bit_weights_are_for_vllm_alone() -> None:
     asked = question(dtype="float8", kv_dtype="float8")
-    ours, *theirs = commands(asked, apart(asked, 1, 1))
-    assert ours.startswith("# twostroke has neither")
+    ours, *lines = commands(asked, apart(asked, 1, 1))
+    assert ours.startswith("# twostroke has no float8 weights")
+    theirs = [line for line in lines if not line.startswith("#")]
+    assert len(theirs) == 2
     assert all("--quantization fp8 --kv-cache-dtype fp8" in line for line in theirs)
+
+
+def test_types_that_an_engine_does_not_have_are_said_so() -> None:
+    asked = question(kv_dtype="int8")
+    assert [line[:12] for line in commands(asked, apart(asked, 1, 1))] == [
+        "# twostroke ", "# vLLM has n",
+    ]  # fmt: skip
 
 
 def test_known_models_are_named_as_hugging_face_names_them() -> None:
