@@ -25,6 +25,7 @@ async def test_verdicts_are_gauges_of_a_deployment_with_roles():
         gauges = {name: page[f"twostroke:advice|{name}"] for name in NAMES}
         assert gauges["prefill_blocked"] == 0.0
         assert math.isnan(gauges["append_on_decode"])
+        assert page["twostroke:observed|prompt_tokens"] == 20
         assert page["twostroke:advised_prefill_engines"] == 1
         assert page["twostroke:advised_decode_engines"] == 1
 

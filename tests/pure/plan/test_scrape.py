@@ -125,6 +125,9 @@ def own(time_s: float, ended: float) -> Page:
         f"twostroke:kv_transfers_total{{{labels}}} {ended}",
         f"twostroke:kv_transfer_bytes_total{{{labels}}} {1e6 * ended}",
         f"twostroke:kv_transfer_seconds_total{{{labels}}} {0.01 * ended}",
+        f"twostroke:kv_transfer_messages_total{{{labels}}} {4 * ended}",
+        f'twostroke:observed{{{labels},figure="link_bytes_per_s"}} 1e9',
+        f'twostroke:observed{{{labels},figure="prefill_pin_limit"}} 0.5',
         f'twostroke:prompt_tokens_total{{{labels},engine="0"}} {300 * ended}',
         f'twostroke:request_generation_tokens_sum{{{labels},engine="1"}} {101 * ended}',
         f'twostroke:request_generation_tokens_count{{{labels},engine="1"}} {ended}',
@@ -147,6 +150,10 @@ def test_a_running_server_of_ours_is_observed() -> None:
     assert seen.transfer_bytes_per_s == pytest.approx(2e6)
     assert seen.prefill_tokens_per_s == pytest.approx(2000)
     assert seen.prefill_pinned == pytest.approx(0.2)
+    assert (seen.transfer_s, seen.read_s) == (pytest.approx(0.05), pytest.approx(0.01))
+    assert seen.transfer_messages == 4
+    assert (seen.link_bytes_per_s, seen.prefill_pin_limit) == (1e9, 0.5)
+    assert math.isnan(seen.link_low_bytes_per_s)
 
 
 def test_a_server_without_roles_is_refused() -> None:
