@@ -109,8 +109,6 @@ HEARD_IDLE_S = IDLE_WAIT_S / 2
 
 def _in_steps_s(transfer_s: float, step_s: float, busy: float) -> float:
     """From D's room for a request until it knows that its KV is there."""
-    if not math.isfinite(step_s):
-        return math.inf
     among_decodes = (HEARD_STEPS + LATE_STEPS) * step_s + _whole_steps_s(transfer_s, step_s)
     return busy * among_decodes + (1 - busy) * (transfer_s + HEARD_IDLE_S)
 
@@ -222,6 +220,8 @@ class _Transfer:
 
         Steps are whole ones, so it matters that mates are, too.
         """
+        if not math.isfinite(step_s):
+            return math.inf
         few = math.floor(mates)
         low, high = (_in_steps_s(self.seconds(n, rate_per_s), step_s, d) for n in (few, few + 1))
         return low + (high - low) * (mates - few) if mates > few else low

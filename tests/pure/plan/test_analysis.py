@@ -148,6 +148,17 @@ def test_any_rate_is_answered_with_a_roofline(rate: float, layout: Layout) -> No
         assert analysis.tpot_s.value > 0
 
 
+def test_a_decode_that_never_keeps_up_has_no_time_of_its_own() -> None:
+    """P is quick and takes a few at a time; D's rows cost more than they bring."""
+    dear = LinearStepCost(base_s=1e-3, token_s=1e-6, row_s=5e-2, context_s=0.0)
+    layout = Layout(
+        prefill=replace(POOL, count=2), decode=replace(POOL, cost=dear, max_num_seqs=4096)
+    )
+    analysis = analyse(layout, demand(15.0), LINK)
+    assert analysis.ttft_s.value == math.inf
+    assert not analysis.ttft_s.applies
+
+
 def test_what_streams_leaves_its_last_step_to_read() -> None:
     narrow = Layout(prefill=replace(POOL, max_num_batched_tokens=512), decode=POOL)
     slow, fast = LinkCost(base_s=0.0, bytes_per_s=0.5e9), LinkCost(base_s=0.0, bytes_per_s=20e9)
