@@ -123,9 +123,14 @@ def message_size(seen: Observation) -> Verdict:
         return case.leave("good", said)
     target = forms.message_bytes_for(GOOD_MESSAGES, seen.link_message_s, seen.link_bytes_per_s)
     aim = figure(known(target, 1 << 20), "B")
+    said = f"blocks of this size reach only {share:.0%} of the link"
+    if confidence == "low":
+        said = (
+            f"transfers get only {share:.0%} of the link: small blocks, or what starts each of them"
+        )
     return case.act(
         "small",
-        f"blocks of this size reach only {share:.0%} of the link",
+        said,
         f"make messages {aim} or more: a larger --block-size, all layers of a block in one piece, "
         "or packing before sending",
     )
