@@ -270,7 +270,7 @@ def _run_item(
     `table` lists its first keys. Returns the one of the two that lists those of `after`.
     """
     row, head, num_queries = item[0], item[1], item[3]
-    first_key, end_key, partial, shared = item[4], item[5], item[6], item[7] >= 0
+    first_key, end_key, shared = item[4], item[5], item[7] >= 0
     group, width = a.group, a.width
     num_rows = num_queries * group
     # All see all keys of a shared item.
@@ -305,7 +305,16 @@ def _run_item(
         _run_tile(like, a, num_rows, visible, num_keys, small, table, ahead, scratch)
         table, ahead = ahead, table
 
-    for i in range(num_rows):
+    _keep_item(like, a, item, outputs, states)
+    return table
+
+
+@_called_once
+def _keep_item(like: Any, a: Any, item: Int32s, outputs: int, states: int) -> None:
+    """Write an item's rows to the output, or to the partials when it is a part."""
+    head, partial, shared = item[1], item[6], item[7] >= 0
+    group, width = a.group, a.width
+    for i in range(item[3] * group):
         output = outputs + i * width * 4
         if partial < 0:
             token, query_head = _token(a, item, i // group), head * group + i % group
@@ -322,7 +331,6 @@ def _run_item(
             source = floats(states + i * STATE * 4, STATE)
             for j in range(STATE):
                 target[width + j] = source[j]
-    return table
 
 
 @inner

@@ -94,16 +94,14 @@ class ModelRunner:
         # On a CPU all ranks share it: look before any of them has begun to load.
         free_bytes = group.minimum(pool.available_memory()) // group.size
         self._check_quantization(config, dtype)
-        kv_dtype = self._kv_dtype(config, shape, dtype_name)
+        layout, draft_layout = self._layout(config, shape, dtype_name), None
         keep_whole = num_parameters(shape) * dtype.itemsize <= free_bytes * MAX_WHOLE_SHARE
         self.model, weights_fact = self._load(config, checkpoint, dtype, progress, keep_whole)
         draft = self._load_draft(config, shape, dtype, progress)
         self._weight_bytes = self.model.weight_bytes + (draft.weight_bytes if draft else 0)
 
-        layout, draft_layout = _layout_of(shape, kv_dtype, config), None
         if draft is not None:
-            kv_dtype = self._kv_dtype(config, draft.shape, dtype_name)
-            draft_layout = _layout_of(draft.shape, kv_dtype, config)
+            draft_layout = self._layout(config, draft.shape, dtype_name)
             layout = replace(layout, draft_token_bytes=draft_layout.token_bytes)
         size = pool.size_pool(
             config,
@@ -159,13 +157,20 @@ class ModelRunner:
                 hint="leave it out",
             )
 
-    def _kv_dtype(self, config: EngineConfig, shape: ModelShape, dtype: str) -> str:
-        """The type of KV of a model that runs in `dtype`."""
-        if config.kv_cache_dtype == "auto":
-            return dtype
-        if why := why_no_int8(self.device, DTYPES[dtype], shape.head_dim):
-            raise ConfigError(f"--kv-cache-dtype is int8, but {why}", hint=NO_INT8_HINT)
-        return "int8"
+    def _layout(self, config: EngineConfig, shape: ModelShape, dtype: str) -> KvLayout:
+        """How the KV of a model that runs in `dtype` is laid out."""
+        if config.kv_cache_dtype == "int8":
+            if why := why_no_int8(self.device, DTYPES[dtype], shape.head_dim):
+                raise ConfigError(f"--kv-cache-dtype is int8, but {why}", hint=NO_INT8_HINT)
+            dtype = "int8"
+        return KvLayout(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            block_size=config.block_size,
+            tensor_parallel_size=config.tensor_parallel_size,
+        )
 
     def _load(
         self,
@@ -470,17 +475,6 @@ class ModelRunner:
                 self.drafter.forward(inputs)
         if progress is not None:
             progress("kernels", 1, 1)
-
-
-def _layout_of(shape: ModelShape, dtype: str, config: EngineConfig) -> KvLayout:
-    return KvLayout(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        block_size=config.block_size,
-        tensor_parallel_size=config.tensor_parallel_size,
-    )
 
 
 def _null_block_inputs(counts: tuple[int, ...], block_size: int) -> StepInputs:

@@ -194,6 +194,13 @@ def test_a_length_that_cannot_fit_is_a_config_error(tiny_dir: Path):
         ModelRunner(small_config(num_gpu_blocks_override=5), open_checkpoint(tiny_dir))
 
 
+def test_kv_in_int8_is_refused_where_it_cannot_be(tiny_dir: Path):
+    with pytest.raises(
+        ConfigError, match="--kv-cache-dtype is int8, but the model runs in float32"
+    ):
+        ModelRunner(small_config(kv_cache_dtype="int8"), open_checkpoint(tiny_dir))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs(tiny_dir: Path, dtype: str):
     runner = ModelRunner(small_config(dtype=dtype), open_checkpoint(tiny_dir))
