@@ -67,6 +67,27 @@ def test_a_ledger_tells_where_time_went_and_no_more(tmp_path: Path) -> None:
     assert "decode_kv_usage" in found["decode_bound"].missing
 
 
+def test_a_ledger_with_its_engines_tells_how_many_were_at_it_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    rows = [row | {"engines": [1, 2]} for row in LEDGER]
+    # Two more come with the last: three decode at once for a while, each token takes as long again.
+    late = {"e2e_s": 2.5, "intervals": LEDGER[0]["intervals"] | {"decode": 2.0}}
+    rows += [rows[-1] | late | {"arrival_s": 9.0}] * 2
+    path.write_text("\n".join(map(json.dumps, rows)))
+    seen = observe(path)
+    assert (seen.num_prefill, seen.num_decode) == (1, 2)
+    window_s = 11.5
+    # Nine are computed alone, for 0.2 s each; the last three at the same time.
+    assert seen.prefill_busy == pytest.approx(10 * 0.2 / window_s)
+    assert seen.prefill_tokens_per_s == pytest.approx(12 * 90 / 2.0)
+    # Somebody decodes from 0.5 s to 11.5 s.
+    assert seen.decode_running == pytest.approx((10 * 1.0 + 2 * 2.0) / 11.0 / 2)
+    assert seen.decode_elasticity > 0
+    found = {it.name: it for it in doctor.diagnose(seen).verdicts}
+    assert found["decode_waits"].answer == "neither"
+    assert found["decode_bound"].answer == "unknown"
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
