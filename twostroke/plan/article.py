@@ -273,6 +273,7 @@ def _text(study: Study) -> str:
         "overlap = (T_link + T_decode - T) / min(T_link, T_decode); T: first arrival to last token",
         "T_link: all bytes on the link alone; T_decode: T with a link that takes no time",
         *_lessons(study.cells),
+        "  with few requests D's blocks fill or decode; with many some fill while others decode",
         "",
         "to run it:",
         f"  twostroke plan --model {asked.model} --gpu {asked.gpu.name} --max-num-batched-tokens "
