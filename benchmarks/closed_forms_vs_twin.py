@@ -1,4 +1,4 @@
-"""Closed forms against the twin on a grid of 102 cases.
+"""Closed forms against the twin on a grid of 104 cases.
 
     python benchmarks/closed_forms_vs_twin.py [--every N --first K]
 
@@ -21,7 +21,8 @@ from twostroke.config import SchedulerConfig
 from twostroke.cost import BandwidthCurve, LinearStepCost, LinkCost
 from twostroke.kv.sizing import KvLayout
 from twostroke.plan.analysis import Analysis, Figure, analyse
-from twostroke.plan.layout import Demand, Layout, Pool
+from twostroke.plan.layout import Demand, KvMode, Layout, Pool
+from twostroke.router.jobs import DispatchSettings
 from twostroke.twin.scenario import EngineGroup, Result, Role, Scenario, simulate
 from twostroke.twin.transfers import Link
 from twostroke.twin.workload import from_spec
@@ -51,12 +52,13 @@ class Case:
     output: int
     load: float
     link: LinkCost = FAST
+    kv_mode: KvMode = "pull"
 
     @property
     def capacity_per_s(self) -> float:
         """What the binding constraint lets through, by closed form."""
         demand = Demand.of([self.prompt], [self.output], 1.0)
-        return analyse(self.layout, demand, self.link).capacity_per_s
+        return analyse(self.layout, demand, self.link, kv_mode=self.kv_mode).capacity_per_s
 
     @property
     def rate_per_s(self) -> float:
@@ -65,7 +67,7 @@ class Case:
     def predict(self, rate_per_s: float | None = None) -> Analysis:
         """By closed forms; at its own rate, or at one that came."""
         demand = Demand.of([self.prompt], [self.output], rate_per_s or self.rate_per_s)
-        return analyse(self.layout, demand, self.link)
+        return analyse(self.layout, demand, self.link, kv_mode=self.kv_mode)
 
     @property
     def num_requests(self) -> int:
@@ -91,7 +93,7 @@ def pool(cost: str, count: int = 1, **sizes: int) -> Pool:
 
 
 def cases() -> Iterator[Case]:
-    """102 of them."""
+    """104 of them."""
     lengths = [(512, 128), (2048, 64), (4096, 256)]
     for cost, (prompt, output) in itertools.product(COSTS, lengths):
         sizes = {"prompt": prompt, "output": output}
@@ -129,6 +131,10 @@ def cases() -> Iterator[Case]:
         prefill = pool("compute", budget=budget)
         yield Case(name=name, layout=Layout(prefill=prefill, decode=pool("compute", 2)),
                    prompt=prompt, output=64, load=0.5)  # fmt: skip
+    streams = Layout(prefill=pool("compute", 2, budget=2048), decode=pool("compute", 2))
+    for name, link in (("streams", FAST), ("streams, slow link", replace(FAST, bytes_per_s=6e9))):
+        yield Case(name=name, layout=streams, prompt=8192, output=64, load=0.4, link=link,
+                   kv_mode="stream")  # fmt: skip
 
 
 def run(case: Case, seed: int) -> Result:
@@ -143,7 +149,11 @@ def run(case: Case, seed: int) -> Result:
     link = Link(bandwidth=BandwidthCurve((0.0,), (case.link.bytes_per_s,)), base_s=case.link.base_s)
     return simulate(
         Scenario(
-            engines=engines, workload=from_spec(spec, seed=seed), link=link, record_timelines=False
+            engines=engines,
+            workload=from_spec(spec, seed=seed),
+            link=link,
+            settings=DispatchSettings(kv_mode=case.kv_mode),
+            record_timelines=False,
         )
     )
 
