@@ -1,8 +1,9 @@
 """Where the threads of a kernel wait for each other.
 
 OpenMP's own barrier asks the operating system at every turn to wake sleepers, though there are
-none; a step of few tokens has some 200 turns. Here a thread spins for a moment, and then, turn
-after turn, lets others have its processor: on a busy machine its fellows may be waiting for it.
+none; a step of few tokens has some 200 turns. Here a thread spins for a moment, and then sleeps for
+moments: on a busy machine its fellows may be waiting for its processor. (To yield it is not enough:
+a thread that yields counts as one that runs, so the others are not moved to where it is.)
 """
 
 import ctypes
@@ -14,6 +15,7 @@ from twostroke.arrays import Int64s
 from twostroke.model.compiled import (
     add_atomically,
     call_for_int,
+    call_with,
     inner,
     load_atomically,
     numbers,
@@ -21,10 +23,11 @@ from twostroke.model.compiled import (
     store_atomically,
 )
 
-_SPINS = 200  # about 3 us
+_SPINS = 2000  # about 25 us
+_SLEEP_US = 20  # with the timer's slack, some 70
 
 # Words of the state. The two that threads write have cache lines of their own.
-_ARRIVED, _TURN, _TEAM_SIZE, _YIELD, _NUM_WORDS = 0, 8, 16, 17, 24
+_ARRIVED, _TURN, _TEAM_SIZE, _SLEEP, _NUM_WORDS = 0, 8, 16, 17, 24
 
 
 class Barrier:
@@ -36,7 +39,7 @@ class Barrier:
         if openmp is not None:
             # OpenMP may give fewer threads than were asked for.
             self._state[_TEAM_SIZE] = address_in(openmp.omp_get_num_threads)
-            self._state[_YIELD] = address_in(ctypes.CDLL(None).sched_yield)
+            self._state[_SLEEP] = address_in(ctypes.CDLL(None).usleep)
 
 
 def address_in(function: Any) -> int:
@@ -66,13 +69,13 @@ def release(barrier: int, turn: int) -> None:
 
 @inner
 def wait(barrier: int, turn: int) -> None:
-    spins, sched_yield = 0, numbers(barrier, _NUM_WORDS)[_YIELD]
+    spins, usleep = 0, numbers(barrier, _NUM_WORDS)[_SLEEP]
     while load_atomically(barrier + 8 * _TURN) == turn:
         spins += 1
         if spins < _SPINS:
             pause()
         else:
-            call_for_int(sched_yield)
+            call_with(usleep, _SLEEP_US)
 
 
 @inner

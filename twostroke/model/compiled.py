@@ -27,12 +27,12 @@ _intrinsic: Callable[[Callable[..., Any]], Any] = intrinsic
 _I32, _F32 = ir.IntType(32), ir.FloatType()
 
 
-def use_kernel_cache(*files: str) -> bool:
+def use_kernel_cache(*files: str) -> str:
     """Send the code that numba compiles from now on to the user's cache directory.
 
-    False when that cannot be written. numba tells stale code by the time stamp of the file that
-    defines a kernel; what it calls is in other files, so the directory is named after the text of
-    all `files`.
+    Returns where in it; empty when that cannot be written. numba tells stale code by the time stamp
+    of the file that defines a kernel; what it calls is in other files, so the directory is named
+    after the text of all `files`.
     """
     digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
     directory = cache_dir() / "kernels" / digest[:16]
@@ -43,16 +43,16 @@ def use_kernel_cache(*files: str) -> bool:
     if not os.access(directory, os.W_OK):
         return _not_writable()
     numba.config.CACHE_DIR = str(directory)
-    return True
+    return str(directory)
 
 
-def _not_writable() -> bool:
+def _not_writable() -> str:
     logging.getLogger(__name__).warning(
         "compiled kernels cannot be kept: %s is not writable; each start compiles them again; "
         "set TWOSTROKE_CACHE to a directory that is",
         cache_dir(),
     )
-    return False
+    return ""
 
 
 def inner(function: _Function) -> _Function:
@@ -61,10 +61,10 @@ def inner(function: _Function) -> _Function:
     return compiled
 
 
-def kernel(*, cache: bool) -> Callable[[_Function], _Function]:
+def kernel(*, cache: str) -> Callable[[_Function], _Function]:
     """Called from Python; kept in the cache."""
     compiled: Callable[[_Function], _Function] = numba.njit(
-        nogil=True, cache=cache, error_model="numpy"
+        nogil=True, cache=bool(cache), error_model="numpy"
     )
     return compiled
 
@@ -72,9 +72,14 @@ def kernel(*, cache: bool) -> Callable[[_Function], _Function]:
 _KEPT: list[Any] = []  # compiled functions whose address is in use
 
 
-def address_of(function: Callable[..., None], signature: Any, *, cache: bool) -> int:
-    """Compile to a C function, and return its address, which stays valid."""
-    compiled = numba.cfunc(signature, nopython=True, cache=cache)(function)
+def address_of(function: Callable[..., None], signature: Any, *, cache: str) -> int:
+    """Compile to a C function, and return its address, which stays valid.
+
+    `cache` is what `use_kernel_cache` said: by now, another file may have asked for its own.
+    """
+    if cache:
+        numba.config.CACHE_DIR = cache
+    compiled = numba.cfunc(signature, nopython=True, cache=bool(cache))(function)
     _KEPT.append(compiled)
     return int(compiled.address)
 

@@ -8,6 +8,7 @@ the last thread to arrive, before it lets the others go on: that costs no waitin
 """
 
 import ctypes
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,11 +74,43 @@ def _run(arguments: Any) -> None:
 _CACHE = use_kernel_cache(__file__, compiled.__file__, barrier_file.__file__)
 
 
+class ThreadCount:
+    """Whether a program that is run over and over is faster on all threads or on one.
+
+    Two cores read memory twice as fast as one. Two hyperthreads of a core hardly do, and when
+    something else wants the processor each waits for the other: SmolLM2's weights in few bits took
+    3.8 ms on one and 11 on two, on a busy machine (median). So each is tried, again and again.
+    """
+
+    TRIALS, PERIOD = 5, 500  # runs of each kind, and after how many runs they are tried anew
+
+    def __init__(self, most: int) -> None:
+        self._counts = (most, 1)
+        self._times: tuple[list[float], list[float]] = ([], [])
+        self._best, self._runs = most, 0
+
+    def choose(self) -> int:
+        """For the next run."""
+        trying = self._runs < 2 * self.TRIALS
+        return self._counts[self._runs % 2] if trying else self._best
+
+    def add(self, seconds: float) -> None:
+        """How long it took."""
+        if self._runs < 2 * self.TRIALS:
+            self._times[self._runs % 2].append(seconds)
+        self._runs += 1
+        if self._runs == 2 * self.TRIALS:
+            medians = [statistics.median(times) for times in self._times]
+            self._best = self._counts[medians.index(min(medians))]
+        if self._runs == self.PERIOD:
+            self._times, self._runs = ([], []), 0
+
+
 class Program:
     """Runs `calls`, functions and their arguments by address, each when the one before is done.
 
-    The caller keeps what the addresses point to. `num_threads` threads run it, and no other number:
-    kernels share their work by it.
+    The caller keeps what the addresses point to. `num_threads` threads run it, or as many as `run`
+    is told; only kernels that share their work by ticket can do with any number.
     """
 
     def __init__(self, calls: Sequence[tuple[int, int]]) -> None:
@@ -102,17 +135,17 @@ class Program:
         """Whether these calls are run by all threads, as all are at first, or by one alone."""
         self._table[calls, 2] = shared
 
-    def run(self) -> None:
+    def run(self, num_threads: int) -> None:
         here = self._arguments.ctypes.data
-        if self._openmp is None:
+        if self._openmp is None or num_threads == 1:
             ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)(here)
         else:
-            self._openmp.GOMP_parallel(self._address, here, self.num_threads, 0)
+            self._openmp.GOMP_parallel(self._address, here, num_threads, 0)
 
-    def run_timed(self) -> Float64s:
+    def run_timed(self, num_threads: int) -> Float64s:
         """Run, and return the seconds from each call's beginning, when all threads had done what
         comes before, to its end, when all have done it."""
         self._arguments[_STAMPS] = self._stamps.ctypes.data
-        self.run()
+        self.run(num_threads)
         self._arguments[_STAMPS] = 0
         return np.diff(self._stamps) / 1e9

@@ -11,6 +11,7 @@ products take and give more than bfloat16 holds: what is between them stays in f
 add to the residual sum themselves.
 """  # noqa: E501
 
+import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
@@ -91,12 +92,21 @@ class FewTokens:
         self._attention.begin()
         table = self._table(count)
         table.begin(count)
-        if self.seconds_by_kind is None:
-            table.program.run()
-        else:
-            for kind, seconds in zip(table.kinds, table.program.run_timed().tolist(), strict=True):
-                self.seconds_by_kind[kind] += seconds
+        if count >= _SHARED_TOKENS:
+            self._run(table, table.program.num_threads)
+            return buffers.x[:count]
+        start_s = time.perf_counter()
+        self._run(table, table.threads.choose())
+        table.threads.add(time.perf_counter() - start_s)
         return buffers.x[:count]
+
+    def _run(self, table: "_Table", num_threads: int) -> None:
+        if self.seconds_by_kind is None:
+            table.program.run(num_threads)
+            return
+        times = table.program.run_timed(num_threads).tolist()
+        for kind, seconds in zip(table.kinds, times, strict=True):
+            self.seconds_by_kind[kind] += seconds
 
     def _rotations(self, positions: Tensor) -> Tensor:
         """Those of `Rotary`, kept: computing a few anew takes six operations of torch."""
@@ -151,7 +161,7 @@ class _Table:
         few_bits: bool,
     ) -> None:
         from twostroke.model.elementwise_kernels import NUM_ARGUMENTS
-        from twostroke.model.program import Program
+        from twostroke.model.program import Program, ThreadCount
 
         kernel = kernels()
         assert kernel is not None
@@ -168,6 +178,7 @@ class _Table:
         self._are_small: list[bool] = []
         self._list_calls(attention)
         self.program = Program(self._calls)
+        self.threads = ThreadCount(self.program.num_threads)
         self._small_calls = np.array(self._are_small)
 
     def begin(self, num_tokens: int) -> None:

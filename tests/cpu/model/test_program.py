@@ -50,12 +50,12 @@ def test_calls_run_in_order_on_all_threads_or_on_one(threads: int, alone: list[i
     program.share(is_alone, False)
     for _ in range(20):
         recorder.seen.clear()
-        program.run()
+        program.run(program.num_threads)
         assert recorder.seen == sorted(recorder.seen), "each waits for the one before"
         assert Counter(recorder.seen) == times
     program.share(is_alone, True)
     recorder.seen.clear()
-    program.run()
+    program.run(program.num_threads)
     assert Counter(recorder.seen) == dict.fromkeys(range(NUM_CALLS), program.num_threads)
 
 
@@ -65,7 +65,37 @@ def test_times_add_up_to_no_more_than_the_run(threads: int) -> None:
     recorder = Recorder()
     program = Program(recorder.calls)
     start_s = time.perf_counter()
-    seconds = program.run_timed()
+    seconds = program.run_timed(program.num_threads)
     assert len(seconds) == NUM_CALLS
     assert (seconds > 0).all()
     assert seconds.sum() <= time.perf_counter() - start_s
+
+
+def test_a_program_can_run_on_one_thread(threads: int) -> None:
+    from twostroke.model.program import Program
+
+    recorder = Recorder()
+    program = Program(recorder.calls)
+    for num_threads in (1, program.num_threads, 1):
+        recorder.seen.clear()
+        program.run(num_threads)
+        assert Counter(recorder.seen) == dict.fromkeys(range(NUM_CALLS), num_threads)
+    assert threads >= program.num_threads
+
+
+@pytest.mark.parametrize(("one_s", "all_s", "best"), [(0.2, 0.1, 4), (0.1, 0.2, 1)])
+def test_the_faster_number_of_threads_is_kept_and_tried_anew(
+    one_s: float, all_s: float, best: int
+) -> None:
+    from twostroke.model.program import ThreadCount
+
+    threads = ThreadCount(4)
+    for period in range(2):
+        chosen = []
+        for run in range(ThreadCount.PERIOD):
+            chosen.append(threads.choose())
+            outlier = 10.0 if run < 2 else 0.0  # the first of each kind
+            threads.add((one_s if chosen[-1] == 1 else all_s) + outlier)
+        trials = 2 * ThreadCount.TRIALS
+        assert Counter(chosen[:trials]) == {1: ThreadCount.TRIALS, 4: ThreadCount.TRIALS}, period
+        assert set(chosen[trials:]) == {best}
