@@ -5,7 +5,8 @@
 Starts `twostroke serve` as a user would, asks until it listens, until it is ready, and then for an
 answer; the median of the runs counts. The first run on a machine also fetches the model and
 compiles kernels: it is made before the measured ones, and shown apart. Beside the time it shows
-the processor time that all processes took by then, which other work on the machine blurs less.
+the processor time that all processes took by then, which other work on the machine blurs less, and
+what the engine of the last run says of its own start.
 """
 
 import argparse
@@ -74,13 +75,14 @@ def cpu_s(server: subprocess.Popen) -> float:
     return sum(it.user + it.system for it in times)
 
 
-def run_once(flags: list[str]) -> dict[str, tuple[float, float]]:
-    """Seconds from the command to each stage, and of processor time."""
+def run_once(flags: list[str]) -> tuple[dict[str, tuple[float, float]], str]:
+    """Seconds from the command to each stage, and of processor time; the engine's own account."""
     port = free_port()
     start_s = time.monotonic()
     server = subprocess.Popen(
         [command(), "serve", *flags, "--port", str(port)],
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
         stderr=None if sys.stderr.isatty() else subprocess.DEVNULL,
     )
     try:
@@ -95,10 +97,11 @@ def run_once(flags: list[str]) -> dict[str, tuple[float, float]]:
             ):
                 reach()
                 times[stage] = (time.monotonic() - start_s, cpu_s(server))
-            return times
     finally:
         server.send_signal(signal.SIGINT)
-        server.wait(30)
+        block, _ = server.communicate(timeout=30)
+    account = [line.strip() for line in block.splitlines() if line.split()[:1] == ["Start"]]
+    return times, account[0] if account else ""
 
 
 def main() -> None:
@@ -108,8 +111,8 @@ def main() -> None:
     parser.add_argument("flags", nargs="*", help="of twostroke serve, after --")
     options = parser.parse_args()
 
-    first = run_once(options.flags)
-    runs = [run_once(options.flags) for _ in range(options.runs)]
+    first, _ = run_once(options.flags)
+    runs, accounts = zip(*(run_once(options.flags) for _ in range(options.runs)), strict=True)
     medians = {
         stage: tuple(statistics.median(run[stage][i] for run in runs) for i in (0, 1))
         for stage in STAGES
@@ -124,6 +127,7 @@ def main() -> None:
             ],
         )
     )
+    print(f"the engine: {accounts[-1]}")
     if options.json:
         print(report.json_line({"median_s": medians, "first_run_s": first, "runs_s": runs}))
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 
 from twostroke import log
 from twostroke.checkpoint import open_checkpoint
@@ -75,6 +76,25 @@ class CoreLaunch(msgspec.Struct):
     engine: int
 
 
+class StartUp:
+    """How long each part of this process's start took, for the start-up block."""
+
+    def __init__(self) -> None:
+        self._ends: dict[str, float] = {}
+
+    def end(self, part: str) -> None:
+        """A part ends now, and the next begins; said again, it counts the first time."""
+        self._ends.setdefault(part, time.time())
+
+    def fact(self) -> tuple[str, str, str]:
+        begun_s = before_s = psutil.Process().create_time()
+        parts = []
+        for part, end_s in self._ends.items():
+            parts.append(f"{part} {end_s - before_s:.2f} s")
+            before_s = end_s
+        return "Start", f"{before_s - begun_s:.2f} s", ", ".join(parts)
+
+
 class WorkerEnded:
     """For the main thread, which may be waiting for requests: a worker process has ended."""
 
@@ -82,8 +102,9 @@ class WorkerEnded:
 class CoreProcess:
     """The three threads around one `EngineCore` and one `Executor`."""
 
-    def __init__(self, launch: CoreLaunch) -> None:
+    def __init__(self, launch: CoreLaunch, start_up: StartUp | None = None) -> None:
         self.launch = launch
+        self.start_up = start_up or StartUp()
         self.config = launch.config
         self.sockets = CoreSockets(Path(launch.directory), launch.engine)
         self.inbox: queue.SimpleQueue[ToEngine | WorkerEnded] = queue.SimpleQueue()
@@ -120,6 +141,8 @@ class CoreProcess:
             self.core = make_core(self.config, ready, step_cost)
             self.executor = executor
             self.loading = False
+            self.start_up.end("first steps")
+            ready.facts.append(self.start_up.fact())
             self.outbox.put(ready)
             # Start-up objects live for ever: keep the collector from walking them, now as well.
             gc.freeze()
@@ -144,6 +167,8 @@ class CoreProcess:
                 self.tracer.flush()
 
     def _report_progress(self, stage: str, done: int, total: int) -> None:
+        if stage in ("weights", "kernels"):  # begins, so what comes before it ends
+            self.start_up.end("code" if stage == "weights" else "kernels, weights")
         self.outbox.put(EngineProgress(stage, done, total))
 
     # ------------------------------------------------------------ the three threads
@@ -413,15 +438,17 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     gc.disable()  # until all is loaded, which would be walked again and again
+    start_up = StartUp()
     if IMPORT_TORCH in sys.argv:
         import_torch()
+        start_up.end("torch")
     settings = sys.stdin.buffer.readline()
     if not settings:
         os._exit(4)  # the parent has ended before it knew what we are for
     launch = msgspec.json.decode(settings, type=CoreLaunch)
     threading.Thread(target=_watch_parent, args=(launch.directory,), daemon=True).start()
     log.setup(launch.config.log_level)
-    code = CoreProcess(launch).run()
+    code = CoreProcess(launch, start_up).run()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # daemon threads may sit in native code: do not wait for them

@@ -1,5 +1,6 @@
 """The core process's input: what cannot be read ends its request, and nothing else."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -15,7 +16,7 @@ from twostroke.messages import (
     UtilityCall,
     encode,
 )
-from twostroke.proc.core_main import CoreLaunch, CoreProcess
+from twostroke.proc.core_main import CoreLaunch, CoreProcess, StartUp
 
 
 def test_a_message_that_cannot_be_read_ends_its_request_alone(tmp_path: Path) -> None:
@@ -47,3 +48,13 @@ def test_a_message_that_cannot_be_read_ends_its_request_alone(tmp_path: Path) ->
         process.sockets.close()
         process.input_thread.join(10)
         assert not process.input_thread.is_alive()
+
+
+def test_the_account_of_a_start_has_each_part_once():
+    start_up = StartUp()
+    for part in ("torch", "code", "code"):
+        start_up.end(part)
+    name, total, parts = start_up.fact()
+    assert name == "Start"
+    assert re.fullmatch(r"\d+\.\d\d s", total)
+    assert re.fullmatch(r"torch \d+\.\d\d s, code \d+\.\d\d s", parts)
