@@ -43,6 +43,13 @@ def half(column: Tensor) -> Tensor:
 
 def nibbles(packed: Tensor) -> Tensor:
     """[n, b] -> [n, 2 b] uint8: all low halves, then all high halves."""
+    is_plain = packed.dim() == 2 and len(packed) > 0 and packed.stride(1) == 1
+    if is_plain and (kernels := _kernels()) is not None:
+        out = torch.empty(len(packed), 2 * packed.shape[1], dtype=torch.uint8)
+        row_bytes = packed.stride(0)
+        flat = packed.as_strided(((len(packed) - 1) * row_bytes + packed.shape[1],), (1,))
+        kernels.nibbles(flat.numpy(), row_bytes, out.numpy())
+        return out
     return torch.cat((packed & 15, packed >> 4), -1)
 
 

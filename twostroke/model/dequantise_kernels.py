@@ -46,6 +46,18 @@ def q4(blocks: UInt8s, has_minimum: bool, out: UInt16s) -> None:
 
 
 @kernel(cache=_CACHE)
+def nibbles(packed: UInt8s, row_bytes: int, out: UInt8s) -> None:
+    """Rows of b bytes, every `row_bytes` -> out [n, 2 b]: all low halves, then all high ones."""
+    width = out.shape[1] // 2
+    for row in range(out.shape[0]):
+        source, target = packed[row * row_bytes : row * row_bytes + width], out[row]
+        for i in range(width):
+            target[i] = source[i] & _LOW
+        for i in range(width):
+            target[width + i] = source[i] >> _HIGH
+
+
+@kernel(cache=_CACHE)
 def q8(blocks: UInt8s, out: UInt16s) -> None:
     """Q8_0: [n, 34] -> [n, 32]."""
     for row in range(blocks.shape[0]):
