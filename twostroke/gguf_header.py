@@ -91,6 +91,13 @@ class GgufFile:
         """The stored bytes of a tensor, without a copy; not to be written to."""
         return np.frombuffer(self.data, np.uint8, info.num_bytes, info.offset)
 
+    def let_go(self, info: TensorInfo) -> None:
+        """The tensor's pages leave this process's memory; when it is read again, they come back."""
+        start = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (info.offset + info.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start and hasattr(mmap, "MADV_DONTNEED"):
+            self.data.madvise(mmap.MADV_DONTNEED, start, end - start)
+
 
 class _Cursor:
     """Reads little-endian values and refuses to pass the end of the file."""

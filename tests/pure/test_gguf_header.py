@@ -1,6 +1,7 @@
 """GGUF headers: sound ones, every kind of damage, and a fuzzer."""
 
 import contextlib
+import mmap
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,6 +118,17 @@ def test_sound_file(tmp_path: Path, version: int) -> None:
     assert shape.rope_theta == 500
     assert shape.eos_token_ids == (3,)
     assert shape.tie_word_embeddings
+
+
+def test_a_tensor_that_was_let_go_comes_back_when_it_is_read(tmp_path: Path) -> None:
+    count = 3 * mmap.PAGESIZE // 4
+    content = np.arange(count, dtype="<f4").tobytes()
+    entry = tensor("a", [count])
+    path = write(tmp_path, gguf(tensors=[entry], data=content))
+    file = read_gguf(path)
+    info = file.tensors["a"]
+    file.let_go(info)
+    assert file.bytes_of(info).tobytes() == content
 
 
 def test_open_checkpoint(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ class GgufSource:
         values = values[..., columns.start - start : columns.stop - start]
         if self._is_in_pairs(name):
             values = _out_of_pairs(values, self._shape.head_dim)
+        self._file.let_go(info)
         return values, stored.nbytes
 
     def is_mapped(self, name: str) -> bool:

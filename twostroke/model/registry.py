@@ -14,11 +14,11 @@ from torch import Tensor
 
 from twostroke.checkpoint import Checkpoint, Progress, find_weights
 from twostroke.config import Quantization
-from twostroke.model.few_rows_quantised import can_multiply
+from twostroke.model.few_rows_quantised import can_multiply, works
 from twostroke.model.gguf import GgufSource
 from twostroke.model.layers import Linear, Mlp, in_pairs
 from twostroke.model.llama import DecoderModel, Layer
-from twostroke.model.memory import give_back_freed_memory, keep_freed_memory
+from twostroke.model.memory import give_back_freed_memory, keep_freed_memory, unmap_clean_pages
 from twostroke.model.moe import SparseMlp
 from twostroke.model.parallel import ALONE, Group, Shard
 from twostroke.model.quantised import QuantisedWeight, quantise, stack
@@ -55,6 +55,9 @@ def load_model(
     """
     if device.type == "cpu":
         keep_freed_memory()
+        if dtype == torch.bfloat16:
+            works()  # brings numba's libraries, the last that there are
+        unmap_clean_pages()
     source = _open_source(checkpoint, dtype, seed)
     try:
         check_tensors(source, checkpoint.shape, checkpoint.path)
