@@ -8,7 +8,6 @@ the last thread to arrive, before it lets the others go on: that costs no waitin
 """
 
 import ctypes
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,38 +71,6 @@ def _run(arguments: Any) -> None:
 
 
 _CACHE = use_kernel_cache(__file__, compiled.__file__, barrier_file.__file__)
-
-
-class ThreadCount:
-    """Whether a program that is run over and over is faster on all threads or on one.
-
-    Two cores read memory twice as fast as one. Two hyperthreads of a core hardly do, and when
-    something else wants the processor each waits for the other: SmolLM2's weights in few bits took
-    3.8 ms on one and 11 on two, on a busy machine (median). So each is tried, again and again.
-    """
-
-    TRIALS, PERIOD = 5, 500  # runs of each kind, and after how many runs they are tried anew
-
-    def __init__(self, most: int) -> None:
-        self._counts = (most, 1)
-        self._times: tuple[list[float], list[float]] = ([], [])
-        self._best, self._runs = most, 0
-
-    def choose(self) -> int:
-        """For the next run."""
-        trying = self._runs < 2 * self.TRIALS
-        return self._counts[self._runs % 2] if trying else self._best
-
-    def add(self, seconds: float) -> None:
-        """How long it took."""
-        if self._runs < 2 * self.TRIALS:
-            self._times[self._runs % 2].append(seconds)
-        self._runs += 1
-        if self._runs == 2 * self.TRIALS:
-            medians = [statistics.median(times) for times in self._times]
-            self._best = self._counts[medians.index(min(medians))]
-        if self._runs == self.PERIOD:
-            self._times, self._runs = ([], []), 0
 
 
 class Program:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from twostroke.arrays import Int64s
 from twostroke.config import cache_dir
 from twostroke.model.openmp import load_openmp
+from twostroke.model.thread_count import ThreadCount
 
 MAX_TILE_ROWS = 6  # x 4 vectors are accumulated in 24 of 32 registers
 ROUNDED, WIDE, ADDED = range(3)  # y is bfloat16; float32; float32, and the product is added to it
@@ -56,7 +58,7 @@ class Compiled(NamedTuple):
 class TileProduct:
     """y = x @ weight.T + bias by a compiled kernel, for x [R, in] bfloat16. One run at a time."""
 
-    __slots__ = ("_arguments", "_keep", "_kernel", "out")
+    __slots__ = ("_arguments", "_keep", "_kernel", "_threads", "out")
 
     def __init__(
         self, kernel: Compiled, arguments: Arguments, out: int, keep: tuple[Tensor | None, ...]
@@ -64,6 +66,7 @@ class TileProduct:
         """`arguments` has all that does not change; `keep` are the tensors that it points to."""
         self._kernel = kernel
         self._arguments = arguments
+        self._threads = ThreadCount()
         self._keep = keep  # the kernel knows addresses only
         self.out = out
 
@@ -78,12 +81,21 @@ class TileProduct:
         a.y, a.y_row_bytes = y.data_ptr(), self.out * y.element_size()
         a.result = WIDE if y.dtype == torch.float32 else ROUNDED
         a.rows, a.ticket = x.shape[0], 0
-        threads = torch.get_num_threads()
-        if threads == 1:
-            self._kernel.run(ctypes.addressof(a))
-        else:
-            self._kernel.run_parallel(self._kernel.address, ctypes.addressof(a), threads, 0)
+        most = torch.get_num_threads()
+        if most == 1 or a.rows != 1:  # runs of other rows cannot be compared
+            self._run(most)
+            return y
+        start_s = time.perf_counter()
+        self._run(self._threads.choose(most))
+        self._threads.add(time.perf_counter() - start_s)
         return y
+
+    def _run(self, num_threads: int) -> None:
+        if num_threads == 1:
+            self._kernel.run(ctypes.addressof(self._arguments))
+            return
+        kernel = self._kernel
+        kernel.run_parallel(kernel.address, ctypes.addressof(self._arguments), num_threads, 0)
 
     def _call(self, x: int, x_row_bytes: int, y: int, row: Int64s, result: int) -> tuple[int, int]:
         """Function and argument for a `Program`, with x and y at these addresses, contiguous.

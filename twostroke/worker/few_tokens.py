@@ -26,6 +26,7 @@ from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS
 from twostroke.model.layers import Linear, Mlp
 from twostroke.model.llama import DecoderModel
 from twostroke.model.quantised import GROUP
+from twostroke.model.thread_count import ThreadCount
 from twostroke.model.tile_ir import ADDED, ROUNDED, WIDE
 from twostroke.worker.attention import PagedAttention
 
@@ -96,7 +97,7 @@ class FewTokens:
             self._run(table, table.program.num_threads)
             return buffers.x[:count]
         start_s = time.perf_counter()
-        self._run(table, table.threads.choose())
+        self._run(table, table.threads.choose(table.program.num_threads))
         table.threads.add(time.perf_counter() - start_s)
         return buffers.x[:count]
 
@@ -161,7 +162,7 @@ class _Table:
         few_bits: bool,
     ) -> None:
         from twostroke.model.elementwise_kernels import NUM_ARGUMENTS
-        from twostroke.model.program import Program, ThreadCount
+        from twostroke.model.program import Program
 
         kernel = kernels()
         assert kernel is not None
@@ -178,7 +179,7 @@ class _Table:
         self._are_small: list[bool] = []
         self._list_calls(attention)
         self.program = Program(self._calls)
-        self.threads = ThreadCount(self.program.num_threads)
+        self.threads = ThreadCount()
         self._small_calls = np.array(self._are_small)
 
     def begin(self, num_tokens: int) -> None:

@@ -81,21 +81,3 @@ def test_a_program_can_run_on_one_thread(threads: int) -> None:
         program.run(num_threads)
         assert Counter(recorder.seen) == dict.fromkeys(range(NUM_CALLS), num_threads)
     assert threads >= program.num_threads
-
-
-@pytest.mark.parametrize(("one_s", "all_s", "best"), [(0.2, 0.1, 4), (0.1, 0.2, 1)])
-def test_the_faster_number_of_threads_is_kept_and_tried_anew(
-    one_s: float, all_s: float, best: int
-) -> None:
-    from twostroke.model.program import ThreadCount
-
-    threads = ThreadCount(4)
-    for period in range(2):
-        chosen = []
-        for run in range(ThreadCount.PERIOD):
-            chosen.append(threads.choose())
-            outlier = 10.0 if run < 2 else 0.0  # the first of each kind
-            threads.add((one_s if chosen[-1] == 1 else all_s) + outlier)
-        trials = 2 * ThreadCount.TRIALS
-        assert Counter(chosen[:trials]) == {1: ThreadCount.TRIALS, 4: ThreadCount.TRIALS}, period
-        assert set(chosen[trials:]) == {best}

@@ -1,0 +1,23 @@
+"""Work that is run over and over finds out how many threads it wants."""
+
+from collections import Counter
+
+import pytest
+
+from twostroke.model.thread_count import ThreadCount
+
+
+@pytest.mark.parametrize(("one_s", "all_s", "best"), [(0.2, 0.1, 4), (0.1, 0.2, 1)])
+def test_the_faster_number_of_threads_is_kept_and_tried_anew(
+    one_s: float, all_s: float, best: int
+) -> None:
+    threads = ThreadCount()
+    for period in range(2):
+        chosen = []
+        for run in range(ThreadCount.PERIOD):
+            chosen.append(threads.choose(4))
+            outlier = 10.0 if run < 2 else 0.0  # the first of each kind
+            threads.add((one_s if chosen[-1] == 1 else all_s) + outlier)
+        trials = 2 * ThreadCount.TRIALS
+        assert Counter(chosen[:trials]) == {1: ThreadCount.TRIALS, 4: ThreadCount.TRIALS}, period
+        assert set(chosen[trials:]) == {best}

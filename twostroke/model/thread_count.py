@@ -1,0 +1,34 @@
+"""How many threads run a short piece of work, decided by trying."""
+
+import statistics
+
+
+class ThreadCount:
+    """Whether what is run over and over is faster on all threads or on one.
+
+    Two cores read memory twice as fast as one. Two hyperthreads of a core hardly do, and when
+    something else wants the processor each waits for the other: SmolLM2's weights in few bits took
+    3.8 ms on one and 11 on two, on a busy machine (median). So each is tried, again and again.
+    """
+
+    TRIALS, PERIOD = 5, 500  # runs of each kind, and after how many runs they are tried anew
+
+    def __init__(self) -> None:
+        self._times: tuple[list[float], list[float]] = ([], [])
+        self._best, self._runs = 0, 0  # 0: all
+
+    def choose(self, most: int) -> int:
+        """For the next run: `most` or 1."""
+        trying = self._runs < 2 * self.TRIALS
+        return (most, 1)[self._runs % 2 if trying else self._best]
+
+    def add(self, seconds: float) -> None:
+        """How long it took."""
+        if self._runs < 2 * self.TRIALS:
+            self._times[self._runs % 2].append(seconds)
+        self._runs += 1
+        if self._runs == 2 * self.TRIALS:
+            medians = [statistics.median(times) for times in self._times]
+            self._best = medians.index(min(medians))
+        if self._runs == self.PERIOD:
+            self._times, self._runs = ([], []), 0
