@@ -1,13 +1,18 @@
 """The twin against our own engine on this machine: fitted on one load, predicting others.
 
     python benchmarks/twin_vs_engine.py [--model M] [--layout both 1p1d] [--seconds 90]
-        [--requests 40] [--rounds 3] [--json]
+        [--requests 40] [--rounds 2] [--repeats 2] [--record DIR] [--json]
+    python benchmarks/twin_vs_engine.py --from DIR        the same without engines
 
 For each layout a server is started and profiled over a grid of prompts (`twostroke profile`), then
 stopped. Another one is given loads that the fit has not seen, `--rounds` times each with other
 seeds: arrivals at random at 40 % and 75 % of what the twin says it carries, and all at once. The
 twin replays each with the moments at which requests really left. Goals: medians of TTFT and TPOT
 within 10 %, P99 within 20 %, output tokens a second within 5 %.
+
+Each round is run `--repeats` times with the same arrivals and lengths; `spread` is how far the
+engine's own figures lie apart: nothing can predict better than that. What was measured is kept in
+`--record DIR`, for fits and predictions to be repeated by `--from DIR`.
 
 Nothing else must run on the machine: on two cores, one process more doubles every step.
 """
@@ -17,9 +22,11 @@ import asyncio
 import random
 import tempfile
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from twostroke.bench import load, report
@@ -31,8 +38,9 @@ from twostroke.cost import BandwidthCurve, HostCost, LinearStepCost, LinkCost
 from twostroke.cost_fit import fit_link_cost
 from twostroke.cost_host import error_on, fit_costs
 from twostroke.kv.sizing import KvLayout
-from twostroke.proc.profiling import Server, measure
+from twostroke.proc.profiling import Measured, Server, measure
 from twostroke.router.dispatch import DispatchSettings
+from twostroke.trace_steps import TracedStep
 from twostroke.twin.scenario import EngineGroup, Result, Scenario, simulate
 from twostroke.twin.transfers import Link
 from twostroke.twin.workload import Workload, of_columns
@@ -86,12 +94,15 @@ def draw(one: Load, count: int, seed: int, requests_per_s: float) -> Requests:
     return Requests(prompts, [rng.randint(*one.output_tokens) for _ in range(count)], offsets)
 
 
-def workload_of(requests: Requests, arrival_s: list[float]) -> Workload:
+def workload_of(
+    prompt_tokens: list[int], output_tokens: list[int], arrival_s: list[float] | None = None
+) -> Workload:
+    """Requests of these lengths; without moments, all at once."""
     return of_columns(
         "load",
-        np.array(arrival_s),
-        np.array(requests.prompt_tokens, np.int32),
-        np.array(requests.output_tokens, np.int32),
+        np.array(arrival_s or [0.0] * len(prompt_tokens)),
+        np.array(prompt_tokens, np.int32),
+        np.array(output_tokens, np.int32),
     )
 
 
@@ -138,9 +149,8 @@ def scenario_of(
     return Scenario(engines=engines, workload=workload, link=link, settings=settings)
 
 
-def fit(config: EngineConfig, seconds: float) -> Fitted:
-    """Profile the layout; print what came of it."""
-    seen = measure(config, seconds=seconds)
+def fit(seen: Measured) -> Fitted:
+    """From a profile's grid; prints what came of it."""
     step, host, error = fit_costs(seen.trace, seen.waves, seen.relay_s)
     print(f"  fit: {error}\n  mixed load held out: {error_on(step, host, seen.held_out)}")
     print(
@@ -160,7 +170,8 @@ def fit(config: EngineConfig, seconds: float) -> Fitted:
     return Fitted(step, host, link)
 
 
-async def send_all(url: str, requests: Requests, seed: int) -> list[Outcome]:
+async def send_all(url: str, requests: Requests, seed: str) -> list[Outcome]:
+    """One run of a load; its prompts are drawn from `seed`, so that no cache holds them."""
     rng = random.Random(seed)
     async with load.connect(url) as client:
         target = Target(model=await load.find_model(client), ignore_eos=True)
@@ -193,12 +204,115 @@ class Latencies(NamedTuple):
         return values | {"tokens/s": float(np.mean(self.tokens_per_s))}
 
 
-def note_engine(into: Latencies, outcomes: list[Outcome]) -> None:
-    start_s = min(outcome.start_s for outcome in outcomes)
-    end_s = max(outcome.chunk_times_s[-1] for outcome in outcomes)
-    into.ttft_s.extend(outcome.ttft_s for outcome in outcomes)
-    into.tpot_s.extend(outcome.tpot_s for outcome in outcomes)
-    into.tokens_per_s.append(sum(it.output_tokens for it in outcomes) / (end_s - start_s))
+def latencies_of(rounds: list[list[Outcome]]) -> Latencies:
+    into = Latencies([], [], [])
+    for outcomes in rounds:
+        start_s = min(outcome.start_s for outcome in outcomes)
+        end_s = max(outcome.chunk_times_s[-1] for outcome in outcomes)
+        into.ttft_s.extend(outcome.ttft_s for outcome in outcomes)
+        into.tpot_s.extend(outcome.tpot_s for outcome in outcomes)
+        into.tokens_per_s.append(sum(it.output_tokens for it in outcomes) / (end_s - start_s))
+    return into
+
+
+# ---------------------------------------------------------------- on the engine
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What an engine did: its profile's grid; by load each repeat's rounds; and all their steps."""
+
+    model: str
+    measured: Measured
+    loads: dict[str, list[list[list[Outcome]]]]
+    steps: list[TracedStep]
+
+
+def config_of(layout: str, model: str) -> EngineConfig:
+    return replace(
+        EngineConfig(model=model),
+        **LAYOUTS[layout],
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        max_model_len=2048,
+        num_gpu_blocks_override=NUM_BLOCKS + 1,
+        max_num_queued_reqs=4096,
+    )
+
+
+def record(layout: str, options: argparse.Namespace) -> Recording:
+    """Profile the layout, then give a server of it all loads."""
+    config = config_of(layout, options.model)
+    checkpoint = resolve(config)
+    print(f"{layout}: profiling for {options.seconds:g} s", flush=True)
+    measured = measure(config, seconds=options.seconds)
+    fitted = fit(measured)
+    loads = {}
+    with tempfile.TemporaryDirectory() as directory:
+        with Server(config, Path(directory)) as server:
+            for one in LOADS:
+                probe = draw(one, 2 * options.requests, 0, 1.0)
+                at_once = workload_of(probe.prompt_tokens, probe.output_tokens)
+                capacity = simulate(scenario_of(config, checkpoint, fitted, at_once)).request_rate
+                rate = capacity * (one.share or 1.0)
+                print(f"{layout}: {one.name}: {options.requests} at {rate:.2f}/s", flush=True)
+                loads[one.name] = [
+                    [
+                        asyncio.run(
+                            send_all(
+                                server.url,
+                                draw(one, options.requests, seed, rate),
+                                f"{seed} {repeat}",
+                            )
+                        )
+                        for seed in range(options.rounds)
+                    ]
+                    for repeat in range(options.repeats)
+                ]
+        steps = server.read().steps
+    return Recording(options.model, measured, loads, steps)
+
+
+def file_of(directory: Path, layout: str) -> Path:
+    return directory / f"{layout}.json"
+
+
+def save(recording: Recording, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.encode(recording))
+
+
+# ---------------------------------------------------------------- in the twin
+
+
+def predict(layout: str, recording: Recording) -> dict[str, dict[str, dict[str, float]]]:
+    """Fit, replay every round, and print how far off that is; figures by load."""
+    config = config_of(layout, recording.model)
+    checkpoint = resolve(config)
+    print(f"{layout}:")
+    fitted = fit(recording.measured)
+    print(f"  steps of all loads: {error_on(fitted.step, fitted.host, recording.steps)}")
+    figures = {}
+    for name, repeats in recording.loads.items():
+        twin = Latencies([], [], [])
+        for outcomes in chain(*repeats):
+            first_s = min(outcome.start_s for outcome in outcomes)
+            workload = workload_of(
+                [it.prompt_tokens for it in outcomes],
+                [it.output_tokens for it in outcomes],
+                [it.start_s - first_s for it in outcomes],
+            )
+            note_twin(twin, simulate(scenario_of(config, checkpoint, fitted, workload)))
+        each = [latencies_of(rounds).figures() for rounds in repeats]
+        figures[name] = {
+            "engine": latencies_of(list(chain(*repeats))).figures(),
+            "twin": twin.figures(),
+            "spread": {
+                key: max(it[key] for it in each) / min(it[key] for it in each) - 1 for key in GOALS
+            },
+        }
+        print_load(f"{layout}: {name}", figures[name])
+    return figures
 
 
 def note_twin(into: Latencies, result: Result) -> None:
@@ -207,62 +321,18 @@ def note_twin(into: Latencies, result: Result) -> None:
     into.tokens_per_s.append(float(result.output_tokens.sum()) / result.duration_s)
 
 
-def check_layout(name: str, options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
-    """Fit, serve, predict and print one layout; figures by load."""
-    config = replace(
-        EngineConfig(model=options.model),
-        **LAYOUTS[name],
-        max_num_seqs=32,
-        max_num_batched_tokens=512,
-        max_model_len=2048,
-        num_gpu_blocks_override=NUM_BLOCKS + 1,
-        max_num_queued_reqs=4096,
-    )
-    checkpoint = resolve(config)
-    print(f"{name}: profiling for {options.seconds:g} s", flush=True)
-    fitted = fit(config, options.seconds)
-    figures = {}
-    with tempfile.TemporaryDirectory() as directory:
-        with Server(config, Path(directory)) as server:
-            for one in LOADS:
-                figures[one.name] = check_load(one, server.url, config, checkpoint, fitted, options)
-                print_load(f"{name}: {one.name}", figures[one.name])
-        steps = server.read().steps
-    print(f"{name}: steps of all these loads: {error_on(fitted.step, fitted.host, steps)}\n")
-    return figures
-
-
-def check_load(
-    one: Load,
-    url: str,
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    fitted: Fitted,
-    options: argparse.Namespace,
-) -> dict[str, dict[str, float]]:
-    """Some rounds of a load on the engine, and the same in the twin."""
-    probe = draw(one, 2 * options.requests, 0, 1.0)
-    at_once = workload_of(probe, [0.0] * len(probe.offsets_s))
-    capacity = simulate(scenario_of(config, checkpoint, fitted, at_once)).request_rate
-    engine, twin = (Latencies([], [], []) for _ in range(2))
-    for seed in range(1, options.rounds + 1):
-        requests = draw(one, options.requests, seed, capacity * (one.share or 1.0))
-        outcomes = asyncio.run(send_all(url, requests, seed))
-        note_engine(engine, outcomes)
-        first_s = min(outcome.start_s for outcome in outcomes)
-        workload = workload_of(requests, [it.start_s - first_s for it in outcomes])
-        note_twin(twin, simulate(scenario_of(config, checkpoint, fitted, workload)))
-    return {"engine": engine.figures(), "twin": twin.figures()}
-
-
-def print_load(title: str, both: dict[str, dict[str, float]]) -> None:
+def print_load(title: str, figures: dict[str, dict[str, float]]) -> None:
     rows = []
     for figure, goal in GOALS.items():
-        measured, predicted = both["engine"][figure], both["twin"][figure]
+        measured, predicted = figures["engine"][figure], figures["twin"][figure]
         error = predicted / measured - 1
-        verdict = "" if abs(error) <= goal else f"beyond {goal:.0%}"
-        rows.append([figure, f"{measured:,.1f}", f"{predicted:,.1f}", f"{error:+.1%}", verdict])
-    print(report.table([title, "engine", "twin", "error", "goal"], rows) + "\n", flush=True)
+        verdict = "met" if abs(error) <= goal else f"beyond {goal:.0%}"
+        spread = f"{figures['spread'][figure]:.1%}"
+        rows.append(
+            [figure, f"{measured:,.1f}", f"{predicted:,.1f}", f"{error:+.1%}", spread, verdict]
+        )
+    headers = [title, "engine", "twin", "error", "spread", "goal"]
+    print(report.table(headers, rows) + "\n", flush=True)
 
 
 def main() -> None:
@@ -273,16 +343,29 @@ def main() -> None:
     parser.add_argument("--layout", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--seconds", type=float, default=90.0, help="of profiling, a layout")
     parser.add_argument("--requests", type=int, default=40, help="of a round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2, help="with other arrivals and lengths")
+    parser.add_argument("--repeats", type=int, default=2, help="of the same rounds")
+    parser.add_argument("--record", type=Path, help="directory to keep what was measured in")
+    parser.add_argument("--from", dest="recorded", type=Path, help="what --record kept")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     options = parser.parse_args()
-    figures = {name: check_layout(name, options) for name in options.layout}
+    figures = {}
+    for layout in options.layout:
+        if options.recorded:
+            recording = msgspec.json.decode(
+                file_of(options.recorded, layout).read_bytes(), type=Recording
+            )
+        else:
+            recording = record(layout, options)
+        if options.record:
+            save(recording, file_of(options.record, layout))
+        figures[layout] = predict(layout, recording)
     missed = [
         f"{layout}, {one}: {figure}"
         for layout, loads in figures.items()
-        for one, both in loads.items()
+        for one, it in loads.items()
         for figure, goal in GOALS.items()
-        if abs(both["twin"][figure] / both["engine"][figure] - 1) > goal
+        if abs(it["twin"][figure] / it["engine"][figure] - 1) > goal
     ]
     total = sum(len(loads) for loads in figures.values()) * len(GOALS)
     print(f"{total - len(missed)} of {total} figures within their goals")

@@ -166,10 +166,11 @@ def _link(loads: "list[TracedLoad]") -> "tuple[LinkCost | None, FitError | None]
 def _summary(found: "Profile") -> str:
     """One line a share, then how far off it all is."""
     step, host = found.step, found.host
+    tokens = [("a step", step.base_s * 1e3, "ms"), ("each token", step.token_s * 1e6, "us")]
+    for it in step.regimes:
+        tokens.append((f"one of over {it.beyond:.0f} tokens", it.jump_s * 1e3, "ms more"))
+        tokens.append((f"each token beyond {it.beyond:.0f}", it.token_s * 1e6, "us"))
     rows = [
-        ("a step", step.base_s * 1e3, "ms"),
-        ("each token", step.token_s * 1e6, "us"),
-        *((f"each token beyond {knee:.0f}", more * 1e6, "us") for knee, more in step.knees),
         ("each row", step.row_s * 1e6, "us"),
         ("each row that samples", step.sampled_s * 1e6, "us"),
         ("1,000 tokens of context", step.context_s * 1e9, "us"),
@@ -179,7 +180,8 @@ def _summary(found: "Profile") -> str:
         ("engine to client", (host.egress_s + host.deliver_s) * 1e3, "ms"),
     ]
     lines = [f"{found.model} on {found.device}"]
-    lines += [f"  {name:28}{value:12.2f} {unit}" for name, value, unit in rows if value]
+    shown = [*tokens, *(row for row in rows if row[1])]
+    lines += [f"  {name:28}{value:12.2f} {unit}" for name, value, unit in shown]
     if len(host.slowdown) > 1:
         factors = ", ".join(f"{factor:.2f}" for factor in host.slowdown)
         lines.append(f"  steps while 1, 2, ... engines compute take {factors} times as long")

@@ -10,8 +10,9 @@ fitted by least squares (`cost_fit`) and kept in a file (`cost_profile`).
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -76,12 +77,24 @@ class StepCost(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Regime:
+    """What steps of more than `beyond` tokens cost more than one of so many: `jump_s`, because
+    other kernels run, and `token_s` for each token beyond."""
+
+    beyond: float
+    jump_s: float
+    token_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearStepCost:
     """Seconds as a sum over what a step does, each share measured; none is negative.
 
-    `knees` (n, s): each token beyond n takes s more. Weights are read once however few tokens there
-    are, so the first tokens may be all but free (memory-bound) and those beyond cost arithmetic.
+    In its tokens the sum is piecewise linear and never falls. Weights are read once however few
+    tokens there are, so the first tokens may be all but free (memory-bound) and those beyond cost
+    arithmetic; and few tokens may run by kernels of their own. `regimes` (by `beyond`) say from
+    where on which `token_s` holds in place of the first one.
     """
 
     base_s: float
@@ -90,31 +103,50 @@ class LinearStepCost:
     sampled_s: float = 0.0
     context_s: float = 0.0
     attended_s: float = 0.0
-    knees: tuple[tuple[float, float], ...] = ()
+    regimes: tuple[Regime, ...] = ()
 
     def __post_init__(self) -> None:
         shares = (self.base_s, self.token_s, self.row_s, self.sampled_s, self.context_s)
-        check_numbers(
-            "step cost", *shares, self.attended_s, *(x for knee in self.knees for x in knee)
-        )
+        check_numbers("step cost", *shares, self.attended_s)
+        for it in self.regimes:
+            check_numbers("step cost", it.beyond, it.jump_s, it.token_s)
+        if any(after.beyond <= before.beyond for before, after in pairwise(self.regimes)):
+            raise ConfigError("the regimes of a step cost do not grow; sort them by tokens")
+
+    @cached_property
+    def _lines(self) -> tuple[list[float], list[float], list[float], list[float]]:
+        """Where regimes begin; and of each, the first included: tokens and seconds at its begin,
+        and seconds a token."""
+        ends = [it.beyond for it in self.regimes]
+        starts, floors, slopes = [0.0], [self.base_s], [self.token_s]
+        for it in self.regimes:
+            floors.append(floors[-1] + (it.beyond - starts[-1]) * slopes[-1] + it.jump_s)
+            starts.append(it.beyond)
+            slopes.append(it.token_s)
+        return ends, starts, floors, slopes
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of one step."""
-        seconds = self.base_s + work.num_tokens * self.token_s + work.num_rows * self.row_s
-        seconds += work.num_sampled * self.sampled_s + work.context_tokens * self.context_s
-        seconds += work.attended_tokens * self.attended_s
-        for knee, token_s in self.knees:
-            seconds += max(work.num_tokens - knee, 0.0) * token_s
-        return seconds
+        ends, starts, floors, slopes = self._lines
+        at = bisect_left(ends, work.num_tokens)
+        seconds = floors[at] + (work.num_tokens - starts[at]) * slopes[at]
+        seconds += work.num_rows * self.row_s + work.num_sampled * self.sampled_s
+        return (
+            seconds + work.context_tokens * self.context_s + work.attended_tokens * self.attended_s
+        )
 
     def step_s_many(self, works: StepColumns) -> Float64s:
         """Seconds of many steps: the same operations in the same order as `step_s`."""
-        seconds = self.base_s + works.num_tokens * self.token_s + works.num_rows * self.row_s
-        seconds += works.num_sampled * self.sampled_s + works.context_tokens * self.context_s
-        seconds += works.attended_tokens * self.attended_s
-        for knee, token_s in self.knees:
-            seconds += np.maximum(works.num_tokens - knee, 0.0) * token_s
-        return seconds
+        ends, *lines = self._lines
+        at = np.searchsorted(ends, works.num_tokens, side="left")
+        starts, floors, slopes = (np.array(line)[at] for line in lines)
+        seconds: Float64s = floors + (works.num_tokens - starts) * slopes
+        seconds = seconds + (works.num_rows * self.row_s + works.num_sampled * self.sampled_s)
+        return (
+            seconds
+            + works.context_tokens * self.context_s
+            + works.attended_tokens * self.attended_s
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from twostroke.arrays import Float64s
-from twostroke.cost import LinearStepCost, LinkCost, StepColumns, StepWork
+from twostroke.cost import LinearStepCost, LinkCost, Regime, StepColumns, StepWork
 from twostroke.messages import StepSample
 
 
@@ -85,18 +85,20 @@ def non_negative_least_squares(gram: Float64s, moment: Float64s) -> Float64s:
 
 # ---------------------------------------------------------------- steps
 
-# Candidates for the number of tokens from which on arithmetic, not weights, decides (see
-# LinearStepCost.knees): any device has its own, a factor of two is close enough.
-KNEES = tuple(float(2**i) for i in range(3, 13))
-MOST_KNEES = 2
+# Candidates for the number of tokens up to which one regime of a LinearStepCost holds: kernels
+# change at powers of two or halfway, and where arithmetic gets dearer than reading weights a factor
+# of 1.5 is close enough.
+KNEES = tuple(float(n) for i in range(12) for n in (2**i, 3 * 2**i) if n != 2**11 * 3)
+MOST_KNEES = 4
 KNEE_GAIN = 0.05  # a knee must lower the squared error by this share, or it is noise
 
-# The same for a fit that keeps sums only and so cannot try: a few, spread.
-ONLINE_KNEES = (32.0, 256.0, 2048.0)
+# The same for a fit that keeps sums only and so cannot try. Without jumps: between two of these
+# that are close a slope will do.
+ONLINE_KNEES = (4.0, 8.0, 32.0, 64.0, 96.0, 256.0, 2048.0)
 
 LAWSON_ROUNDS = 60
 
-NUM_SHARES = 6  # columns of a LinearStepCost without its knees
+NUM_SHARES = 6  # columns of a LinearStepCost without its regimes
 
 
 def shares_of(samples: Sequence[StepSample]) -> tuple[Float64s, Float64s]:
@@ -141,13 +143,13 @@ def fit_step_cost(samples: Sequence[StepSample]) -> tuple[LinearStepCost, FitErr
     if not len(seconds):
         raise ValueError("no step was measured: a sample needs tokens and a time over 0")
     knees: list[float] = []
-    fitted, best = _fit(shares, seconds, knees)
+    fitted, best = robust_fit(shares, seconds)
     while len(knees) < MOST_KNEES:
         tokens = shares[:, 1]
         trials = [
-            (_fit(shares, seconds, sorted([*knees, knee])), knee)
-            for knee in KNEES
-            if knee not in knees and tokens.min() < knee < tokens.max()
+            (robust_fit(_with_regimes(shares, sorted([*knees, knee])), seconds), knee)
+            for knee in sorted(KNEES)
+            if knee not in knees and tokens.min() <= knee < tokens.max()
         ]
         if not trials:
             break
@@ -155,12 +157,15 @@ def fit_step_cost(samples: Sequence[StepSample]) -> tuple[LinearStepCost, FitErr
         if error > best * (1 - KNEE_GAIN):
             break
         knees, fitted, best = sorted([*knees, knee]), trial, error
-    return step_cost_of(fitted, knees), FitError.of(_with_knees(shares, knees) @ fitted, seconds)
+    predicted = _with_regimes(shares, knees) @ fitted
+    return step_cost_of(fitted, knees), FitError.of(predicted, seconds)
 
 
 def step_cost_of(fitted: Float64s, knees: Sequence[float]) -> LinearStepCost:
-    """The cost with these coefficients: the six shares, then one for each knee."""
+    """The cost with these coefficients of the columns of `_with_regimes`."""
     values = [float(value) for value in fitted]
+    beyond = values[NUM_SHARES : NUM_SHARES + len(knees)]
+    jumps = values[NUM_SHARES + len(knees) :] or [0.0] * len(knees)
     return LinearStepCost(
         base_s=values[0],
         token_s=values[1],
@@ -168,20 +173,19 @@ def step_cost_of(fitted: Float64s, knees: Sequence[float]) -> LinearStepCost:
         sampled_s=values[3],
         context_s=values[4],
         attended_s=values[5],
-        knees=tuple(
-            (knee, value) for knee, value in zip(knees, values[NUM_SHARES:], strict=True) if value
-        ),
+        regimes=tuple(map(Regime, knees, jumps, beyond)),
     )
 
 
-def _with_knees(shares: Float64s, knees: Sequence[float]) -> Float64s:
-    beyond = [np.maximum(shares[:, 1] - knee, 0.0) for knee in knees]
-    return np.column_stack([shares, *beyond]) if beyond else shares
-
-
-def _fit(shares: Float64s, seconds: Float64s, knees: Sequence[float]) -> tuple[Float64s, float]:
-    """Coefficients, and the weighted mean of squared relative residuals."""
-    return robust_fit(_with_knees(shares, knees), seconds)
+def _with_regimes(shares: Float64s, knees: Sequence[float], *, jumps: bool = True) -> Float64s:
+    """The six shares, of which tokens up to the first knee only; the tokens from each knee to the
+    next; and, unless told otherwise, whether there are more than each knee."""
+    if not knees:
+        return shares
+    tokens, starts, ends = shares[:, 1:2], np.array([0.0, *knees]), np.array([*knees, np.inf])
+    parts = np.clip(tokens, starts, ends) - starts
+    columns = [shares[:, :1], parts[:, :1], shares[:, 2:], parts[:, 1:]]
+    return np.column_stack([*columns, tokens > starts[1:]] if jumps else columns)
 
 
 def robust_fit(columns: Float64s, seconds: Float64s) -> tuple[Float64s, float]:
@@ -243,7 +247,7 @@ class OnlineFit:
             self._errors = self._errors * self._fade + min(error, 1.0)
             self._tested = self._tested * self._fade + 1
         # By the larger of both: neither a pause of the machine nor a poor first fit counts much.
-        row = _with_knees(shares, ONLINE_KNEES)[0] / max(measured, expected)
+        row = _with_regimes(shares, ONLINE_KNEES, jumps=False)[0] / max(measured, expected)
         self._gram = self._gram * self._fade + np.outer(row, row)
         self._moment = self._moment * self._fade + row * (measured / max(measured, expected))
         self.num_samples += 1

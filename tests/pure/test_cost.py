@@ -13,6 +13,7 @@ from twostroke.cost import (
     HostCost,
     LinearStepCost,
     LinkCost,
+    Regime,
     StepColumns,
     StepWork,
 )
@@ -27,7 +28,11 @@ costs = st.builds(
     sampled_s=shares,
     context_s=shares,
     attended_s=shares,
-    knees=st.lists(st.tuples(st.floats(0, 4096), shares), max_size=2).map(tuple),
+    regimes=st.lists(
+        st.builds(Regime, st.floats(0, 4096), shares, shares),
+        max_size=3,
+        unique_by=lambda it: it.beyond,
+    ).map(lambda regimes: tuple(sorted(regimes, key=lambda it: it.beyond))),
 )
 
 
@@ -55,10 +60,17 @@ def test_many_steps_cost_what_each_costs(
     assert cost.step_s_many(works).tolist() == each
 
 
-def test_a_knee_is_free_up_to_it() -> None:
-    cost = LinearStepCost(base_s=1.0, knees=((64, 0.5),))
-    assert cost.step_s(StepWork(64, 1, 1, 0, 0)) == 1.0
-    assert cost.step_s(StepWork(66, 1, 1, 0, 0)) == 2.0
+def test_regimes_by_hand() -> None:
+    """Up to four tokens other kernels run; from 64 on each token is free."""
+    cost = LinearStepCost(base_s=1.0, token_s=0.5, regimes=(Regime(4, 2.0, 0.25), Regime(64, 0, 0)))
+    seconds = [cost.step_s(StepWork(tokens, 0, 0, 0, 0)) for tokens in (0, 1, 4, 5, 64, 1000)]
+    assert seconds == [1.0, 1.5, 3.0, 5.25, 20.0, 20.0]
+
+
+@given(costs, st.floats(0, 5000), st.floats(0, 100))
+def test_more_tokens_never_cost_less(cost: LinearStepCost, tokens: float, more: float) -> None:
+    few, many = (cost.step_s(StepWork(n, 1, 1, 0, 0)) for n in (tokens, tokens + more))
+    assert many >= few * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf])
@@ -66,11 +78,16 @@ def test_costs_refuse_what_is_no_time(bad: float) -> None:
     with pytest.raises(ConfigError):
         LinearStepCost(base_s=0.0, token_s=bad)
     with pytest.raises(ConfigError):
-        LinearStepCost(base_s=0.0, knees=((8, bad),))
+        LinearStepCost(base_s=0.0, regimes=(Regime(8, bad, 0.0),))
     with pytest.raises(ConfigError):
         HostCost(gap_s=bad)
     with pytest.raises(ConfigError):
         LinkCost(bytes_per_s=bad)
+
+
+def test_regimes_come_in_order() -> None:
+    with pytest.raises(ConfigError, match="sort"):
+        LinearStepCost(base_s=0.0, regimes=(Regime(64, 0.0, 0.0), Regime(4, 0.0, 0.0)))
 
 
 def test_slowdown_beyond_what_was_measured_grows_in_proportion() -> None:

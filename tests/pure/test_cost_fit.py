@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from twostroke.cost import LinearStepCost, LinkCost, StepWork
+from twostroke.cost import LinearStepCost, LinkCost, Regime, StepWork
 from twostroke.cost_fit import (
     FitError,
     LearnedStepCost,
@@ -84,12 +84,45 @@ def test_a_fit_finds_the_cost_that_made_the_samples() -> None:
 
 
 def test_a_knee_is_found_and_none_is_invented() -> None:
-    bent = LinearStepCost(base_s=5e-3, context_s=1e-8, knees=((256.0, 4e-5),))
+    bent = LinearStepCost(base_s=5e-3, context_s=1e-8, regimes=(Regime(256.0, 0.0, 4e-5),))
     cost, _ = fit_step_cost(samples_of(bent, 400, seed=1, noise=0.02))
-    assert [knee for knee, _ in cost.knees] == [256.0]
+    assert [it.beyond for it in cost.regimes] == [256.0]
     assert errors_on(cost, samples_of(bent, 200, seed=2)).p90 < 0.03
     straight, _ = fit_step_cost(samples_of(TRUTH, 400, seed=1, noise=0.05))
-    assert straight.knees == ()
+    assert straight.regimes == ()
+
+
+def decodes_of(cost: LinearStepCost, count: int, seed: int, noise: float) -> list[StepSample]:
+    """Decodes of 1 to 128 requests, small batches as often as large ones."""
+    draw = random.Random(seed)
+    made = []
+    for _ in range(count):
+        rows = round(2 ** draw.uniform(0, 7))
+        context = rows * draw.randrange(1, 512)
+        work = StepWork(rows, rows, rows, context, context + rows / 2)
+        made.append(StepSample(*map(int, work), cost.step_s(work) * draw.gauss(1, noise)))
+    return made
+
+
+def test_regimes_with_jumps_are_found() -> None:
+    """Other kernels up to 4 tokens, and others beyond 64, whose tokens are cheaper than before."""
+    regimes = Regime(4.0, 4e-3, 2e-4), Regime(64.0, 6e-3, 5e-5)
+    kernels = LinearStepCost(base_s=5e-3, token_s=1e-3, context_s=1e-8, regimes=regimes)
+    cost, error = fit_step_cost(decodes_of(kernels, 600, seed=1, noise=0.03))
+    assert {4.0, 64.0} <= {it.beyond for it in cost.regimes}
+    assert error.median < 0.03
+    assert errors_on(cost, decodes_of(kernels, 200, seed=2, noise=0.0)).p90 < 0.03
+
+
+def test_online_bends_where_kernels_change() -> None:
+    regimes = Regime(4.0, 4e-3, 2e-4), Regime(64.0, 6e-3, 5e-5)
+    kernels = LinearStepCost(base_s=5e-3, token_s=1e-3, context_s=1e-8, regimes=regimes)
+    online = OnlineFit()
+    for sample in decodes_of(kernels, 1000, seed=1, noise=0.03):
+        online.add(sample)
+    cost = online.cost()
+    assert cost is not None
+    assert errors_on(cost, decodes_of(kernels, 200, seed=2, noise=0.0)).p90 < 0.1
 
 
 def test_noise_gives_no_bias_and_pauses_hardly_any() -> None:

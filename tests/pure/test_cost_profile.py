@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from twostroke.config import EngineConfig
-from twostroke.cost import HostCost, LinearStepCost, LinkCost
+from twostroke.cost import HostCost, LinearStepCost, LinkCost, Regime
 from twostroke.cost_fit import FitError
 from twostroke.cost_profile import Profile, default_path, profiled_step_cost
 from twostroke.errors import ConfigError
@@ -13,7 +13,7 @@ from twostroke.errors import ConfigError
 PROFILE = Profile(
     model="tiny",
     device="this CPU",
-    step=LinearStepCost(base_s=1e-3, token_s=1e-5, knees=((64.0, 2e-5),)),
+    step=LinearStepCost(base_s=1e-3, token_s=1e-5, regimes=(Regime(64.0, 1e-3, 2e-5),)),
     step_error=FitError(100, 0.03, 0.09, -0.01),
     host=HostCost(gap_s=1e-4, slowdown=(1.0, 1.8)),
     link=LinkCost(base_s=1e-4, bytes_per_s=1e9),
@@ -33,7 +33,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     [
         ('"base_s": 0.001', '"base_s": -1.0', "base|step cost"),
         ('"base_s": 0.001', '"base_s": "x"', "base_s"),
-        ('"version": 1', '"version": 7', "version 7"),
+        ('"version": 2', '"version": 7', "version 7"),
         ('"bytes_per_s": 1000000000.0', '"bytes_per_s": 0.0', "rate"),
         ('"model"', '"modle"', "model"),
         ("{", "", "not a profile"),

@@ -42,6 +42,7 @@ from twostroke.trace_steps import Trace, TracedStep, read_trace
 START_S = 600.0
 STOP_S = 60.0
 OUTPUT_TOKENS = 12  # of each answer: some steps in which all decode
+BATCHED_LENGTHS = tuple(4**i for i in range(2, 10))  # of prompts that come together
 RELAY_SAMPLES = 30
 WAVE_SHARE = 0.25  # most of the time budget that one wave may take
 
@@ -147,19 +148,20 @@ class Limits:
 def grid(limits: Limits) -> Iterator[tuple[int, int]]:
     """Waves as (requests, prompt tokens): lone prompts first, then batches, small before large.
 
-    Together they hold all sizes of chunks and batches on all contexts, in powers of two.
+    Together they hold all sizes of chunks and batches on all contexts: powers of two and halfway
+    between (from where to where one kind of kernel runs, see `cost_fit.KNEES`), and five, the
+    smallest batch that is not small.
     """
     longest = limits.max_tokens - OUTPUT_TOKENS
-    lengths = [2**i for i in range(2, 20) if 2**i <= longest]
-    counts = [2**i for i in range(11) if 2**i <= limits.max_num_seqs]
-    if limits.max_num_seqs not in counts:
-        counts.append(limits.max_num_seqs)
+    sizes = sorted({n for i in range(20) for n in (2**i, 3 * 2**i)})
+    lengths = [n for n in sizes if 2 <= n <= longest]
+    counts = sorted({n for n in (*sizes, 5, limits.max_num_seqs) if n <= limits.max_num_seqs})
     waves = [
         (count, length)
         for count in counts
         for length in lengths
         if count * (length + OUTPUT_TOKENS) <= limits.num_kv_tokens
-        and (count == 1 or length in lengths[2::2])
+        and (count == 1 or length in BATCHED_LENGTHS)
     ]
     yield from sorted(waves, key=lambda wave: (wave[0] * (wave[1] + 8 * OUTPUT_TOKENS), wave))
 
