@@ -152,6 +152,10 @@ def scenario_of(
 def fit(seen: Measured) -> Fitted:
     """From a profile's grid; prints what came of it."""
     step, host, error = fit_costs(seen.trace, seen.waves, seen.relay_s)
+    print(
+        f"  {len(seen.waves)} waves; while {seen.num_disturbed} others ran, other processes took "
+        f"CPU time; of the mixed load's they took {seen.disturbance:.0%}"
+    )
     print(f"  fit: {error}\n  mixed load held out: {error_on(step, host, seen.held_out)}")
     print(
         f"  front end {host.frontend_s * 1e3:.1f} ms, {host.frontend_busy_s * 1e3:.1f} ms from "

@@ -10,6 +10,7 @@ does what a load generator does.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,6 +30,7 @@ from types import TracebackType
 from typing import Self
 
 import httpx
+import numpy as np
 
 from twostroke.bench import load
 from twostroke.bench.load import Target
@@ -37,7 +39,7 @@ from twostroke.config import EngineConfig
 from twostroke.cost_host import Wave
 from twostroke.cost_profile import DevicePeaks
 from twostroke.errors import EngineDeadError, TwostrokeError
-from twostroke.trace_steps import Trace, TracedStep, read_trace
+from twostroke.trace_steps import Trace, TracedLoad, TracedStep, read_trace
 
 START_S = 600.0
 STOP_S = 60.0
@@ -45,6 +47,9 @@ OUTPUT_TOKENS = 12  # of each answer: some steps in which all decode
 BATCHED_LENGTHS = tuple(4**i for i in range(2, 10))  # of prompts that come together
 RELAY_SAMPLES = 30
 WAVE_SHARE = 0.25  # most of the time budget that one wave may take
+LEAST_QUIET = 0.2  # of the waves; with fewer, the disturbed ones count too
+LOOK_S = 0.5  # least time between two looks at what else runs: CPU time is counted in 10 ms
+QUIET = 0.06  # share of the host's CPU time that others may take without disturbing
 
 
 class Server:
@@ -166,15 +171,76 @@ def grid(limits: Limits) -> Iterator[tuple[int, int]]:
     yield from sorted(waves, key=lambda wave: (wave[0] * (wave[1] + 8 * OUTPUT_TOKENS), wave))
 
 
+class Others:
+    """Processes on this host that are neither this one nor, at the time of making, below it."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        own = psutil.Process()
+        self._ours = [own, *own.children(recursive=True)]
+        self._all_s, self._busy_s, self._ours_s = self._times_s()
+
+    def share(self) -> float:
+        """Of the host's CPU time, what they took since the last call (or the making)."""
+        before_s, self_busy_s, ours_s = self._all_s, self._busy_s, self._ours_s
+        self._all_s, self._busy_s, self._ours_s = self._times_s()
+        theirs_s = self._busy_s - self_busy_s - (self._ours_s - ours_s)
+        return max(0.0, theirs_s / max(self._all_s - before_s, 1e-9))
+
+    def _times_s(self) -> tuple[float, float, float]:
+        """CPU time so far: all there was, what anybody used, and what we did."""
+        import psutil
+
+        host = psutil.cpu_times()
+        ours_s = 0.0
+        for process in self._ours:
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                ours_s += times.user + times.system
+        idle_s = host.idle + getattr(host, "iowait", 0.0)
+        all_s = sum(host) - getattr(host, "guest", 0.0) - getattr(host, "guest_nice", 0.0)
+        return all_s, all_s - idle_s, ours_s
+
+
+class SentWaves:
+    """Waves as they were sent, and which of them nothing else on this host disturbed."""
+
+    def __init__(self) -> None:
+        self._all: list[Wave] = []
+        self._quiet: list[Wave] = []
+        self._new: list[Wave] = []  # since the last look at what else runs
+        self._others, self._looked_s = Others(), time.monotonic()
+
+    def add(self, wave: Wave) -> None:
+        self._all.append(wave)
+        self._new.append(wave)
+        if time.monotonic() - self._looked_s > LOOK_S:
+            self._look()
+
+    def _look(self) -> None:
+        if self._others.share() < QUIET:
+            self._quiet += self._new
+        self._new, self._looked_s = [], time.monotonic()
+
+    def kept(self) -> tuple[list[Wave], int]:
+        """The undisturbed ones (or all, if hardly any is), and how many others there were."""
+        self._look()
+        enough = len(self._quiet) > LEAST_QUIET * len(self._all)
+        kept = self._quiet if enough else self._all
+        return kept, len(self._all) - len(self._quiet)
+
+
 async def run_grid(
     url: str, *, seconds: float, seed: int, on_progress: Callable[[float], None]
-) -> list[Wave]:
+) -> tuple[list[Wave], int]:
     """Send the grid's waves, round after round, for about `seconds`; `on_progress` gets its share.
 
-    A wave that would take too long is left out, and with it the larger ones.
+    A wave that would take too long is left out, and with it the larger ones. Returns those that
+    nothing else disturbed, and how many others there were (see `SentWaves.kept`).
     """
     draw = random.Random(seed)
-    waves: list[Wave] = []
+    waves = SentWaves()
     async with load.connect(url) as client:
         limits = await _limits(client)
         target = Target(model=await load.find_model(client), ignore_eos=True)
@@ -195,11 +261,11 @@ async def run_grid(
                 if failed := next((it.error for it in outcomes if it.error), ""):
                     raise TwostrokeError(f"the server failed a request: {failed}")
                 ended_s = max(outcome.chunk_times_s[-1] for outcome in outcomes)
-                waves.append(Wave(count, length, sent_s, ended_s))
+                waves.add(Wave(count, length, sent_s, ended_s))
                 second_per_token = spent_s / (count * (length + OUTPUT_TOKENS))
                 is_new = True
     on_progress(1.0)
-    return waves
+    return waves.kept()
 
 
 def _prompt(draw: random.Random, length: int, vocab_size: int) -> Prompt:
@@ -223,12 +289,18 @@ async def _limits(client: httpx.AsyncClient) -> Limits:
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """A grid's trace and waves; a message between router and engine in seconds; and the steps of a
-    mixed load, which nothing was fitted to."""
+    mixed load, which nothing was fitted to.
+
+    While `num_disturbed` other waves ran, other processes took CPU time; during the mixed load they
+    took the share `disturbance`.
+    """
 
     trace: Trace
     waves: list[Wave]
     relay_s: float
     held_out: list[TracedStep]
+    num_disturbed: int = 0
+    disturbance: float = 0.0
 
 
 def measure(
@@ -244,7 +316,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="twostroke-profile-") as name:
         with Server(config, Path(name)) as server:
             relay_s = asyncio.run(measure_relay(server.url))
-            waves = asyncio.run(
+            waves, num_disturbed = asyncio.run(
                 run_grid(
                     server.url,
                     seconds=0.8 * seconds,
@@ -253,15 +325,29 @@ def measure(
                 )
             )
             split_s = time.monotonic()
+            others = Others()
             asyncio.run(_mixed_load(server.url, waves, seconds=0.2 * seconds, seed=config.seed + 1))
+            disturbance = others.share()
         on_progress(1.0)
         trace = server.read()
-    steps = [step for step in trace.steps if step.start_s < split_s]
+    spans = np.array([(wave.sent_s, wave.ended_s) for wave in waves])
+
+    def is_of_wave(it: TracedStep | TracedLoad) -> bool:
+        """Waves come one after the other, so at most one can hold it."""
+        at = int(np.searchsorted(spans[:, 0], it.start_s)) - 1
+        return at >= 0 and it.start_s < spans[at, 1]
+
     return Measured(
-        trace=Trace(steps, trace.loads, trace.inputs_s),
+        trace=Trace(
+            [step for step in trace.steps if is_of_wave(step)],
+            [load for load in trace.loads if is_of_wave(load)],
+            trace.inputs_s,
+        ),
         waves=waves,
         relay_s=relay_s,
         held_out=[step for step in trace.steps if step.start_s >= split_s],
+        num_disturbed=num_disturbed,
+        disturbance=disturbance,
     )
 
 

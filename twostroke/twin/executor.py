@@ -52,14 +52,8 @@ class RunningPlan:
     end_s: float | None = None
 
 
-_ALONE = (1.0,)
-
-
 class CostExecutor:
-    """The device of one engine. `token_of` maps a request id to the token of its answer.
-
-    `num_busy` says how many engines of its host compute right now, itself included.
-    """
+    """The device of one engine. `token_of` maps a request id to the token of its answer."""
 
     def __init__(
         self,
@@ -70,7 +64,6 @@ class CostExecutor:
         token_of: Callable[[str], int],
         host: HostCost | None = None,
         transfers: Transfers | None = None,
-        num_busy: Callable[[], int] = lambda: 1,
     ) -> None:
         self.busy_s = 0.0
         self.prefill_s = 0.0  # of that, in steps that compute prompts
@@ -80,7 +73,6 @@ class CostExecutor:
         self._token_of = token_of
         self._tokens: Int32s = np.zeros(max_num_seqs, np.int32)  # by seat
         self._transfers = transfers
-        self._num_busy = num_busy
         self._running: deque[RunningPlan] = deque()
         self._ended_s = -math.inf  # the end of the plan that was collected last
         self._costs: Float64s = np.empty(0)  # of the steps that may be skipped
@@ -99,8 +91,6 @@ class CostExecutor:
             plan.num_computed, plan.num_scheduled, int(np.count_nonzero(plan.samples))
         )
         seconds = self._cost.step_s(work)
-        if self._host.slowdown != _ALONE:
-            seconds *= self._host.slowdown_of(self._num_busy())
         self.busy_s += seconds
         if work.num_tokens > rows:
             self.prefill_s += seconds
@@ -171,12 +161,6 @@ class CostExecutor:
     def is_due(self) -> bool:
         """Whether `collect` may be called at what `end_of_oldest_s` said before."""
         return True
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether a step with rows is under way now."""
-        now = self._clock.now()
-        return any(it.start_s <= now < (it.end_s or 0.0) for it in self._running if it.seconds)
 
     @property
     def has_report(self) -> bool:

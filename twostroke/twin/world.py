@@ -41,6 +41,7 @@ from twostroke.twin.engine import TwinEngine
 from twostroke.twin.executor import CostExecutor
 from twostroke.twin.front import FrontEnd
 from twostroke.twin.hasher import NumberMap, RunHasher
+from twostroke.twin.host import SharedHost, SharedHostExecutor
 from twostroke.twin.lockstep import Lockstep, LockstepExecutor
 from twostroke.twin.outcome import engine_result, result_of
 from twostroke.twin.record import Requests, Timeline
@@ -95,7 +96,7 @@ class World:
         if not roles - {"prefill"}:
             raise ConfigError("no engine decodes", hint="add some with --decode or --both")
         has_handoffs = roles != {"both"}
-        self._front = FrontEnd(groups[0].host)
+        self._front, self._host = FrontEnd(groups[0].host), SharedHost(groups[0].host)
         for index, group in enumerate(groups):
             self._add_engine(index, group, has_handoffs=has_handoffs)
         self._send_messages()
@@ -130,6 +131,8 @@ class World:
         if group.steps_together:
             rounds = self._rounds.setdefault(id(group), Lockstep(group.cost))
             make_executor = partial(LockstepExecutor, rounds)
+        elif shares_host:
+            make_executor = partial(SharedHostExecutor, self._host)
         executor = make_executor(
             clock,
             group.cost,
@@ -137,7 +140,6 @@ class World:
             token_of=self._token_of,
             host=group.host,
             transfers=transfers,
-            num_busy=lambda: self._num_busy(index),
         )
         engine = TwinEngine(
             index,
@@ -168,10 +170,6 @@ class World:
 
     def _token_of(self, request_id: str) -> int:
         return self.scenario.workload.output_value(int(request_id.partition("#")[0]))
-
-    def _num_busy(self, index: int) -> int:
-        """Engines that compute while this one does, itself included."""
-        return 1 + sum(it.executor.is_computing for it in self.engines if it.index != index)
 
     # ------------------------------------------------------------ the loop
 

@@ -187,13 +187,6 @@ def test_the_same_scenario_gives_the_same_result():
     assert_same(run(engines, load), run(engines, load))
 
 
-def test_engines_that_share_a_host_slow_each_other_down():
-    engines = [group("both", 2, host=HostCost(slowdown=(1.0, 2.0)), max_num_seqs=1)]
-    together = run(engines, "burst:inf/s,size=2,in=100,out=40,n=2")
-    alone = run(engines, "constant:inf/s,in=100,out=40,n=1")
-    assert together.e2e_s.max() == pytest.approx(2 * alone.e2e_s[0], rel=0.05)
-
-
 @pytest.mark.parametrize(
     ("engines", "words"),
     [
