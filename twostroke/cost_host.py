@@ -73,9 +73,9 @@ def error_on(cost: LinearStepCost, host: HostCost, steps: Sequence[TracedStep]) 
 
 
 def _slowed(alone_s: float, others: float, slowdown: Sequence[float]) -> float:
-    """A step while `others` engines compute in the mean; in proportion between whole numbers."""
-    known = np.arange(len(slowdown))
-    return alone_s * float(np.interp(others, known, slowdown))
+    """A step while `others` engines compute in the mean: some of it alone, some of it not."""
+    rates = 1 / np.array(slowdown)
+    return alone_s / float(np.interp(others, np.arange(len(rates)), rates))
 
 
 def _overlaps(steps: Sequence[TracedStep]) -> list[float]:
@@ -110,21 +110,20 @@ def _busy_until(times: tuple[np.ndarray, np.ndarray, np.ndarray], time_s: float)
 def _slowdowns(
     steps: Sequence[TracedStep], busy: Sequence[float], cost: LinearStepCost
 ) -> tuple[float, ...]:
-    """[engines that compute - 1] How many times longer steps take, from the mean of many.
+    """[engines that compute - 1] How many times longer steps take, the median of many.
 
-    With n engines the slowdown while m compute is taken as linear in m: least squares through
-    (0 others, 1).
+    A step that was alone for a part of its time ran at full speed in that part. The slowdown by
+    several others is taken as in proportion to their number.
     """
     num_engines = len({step.engine for step in steps})
-    pairs = [
-        (others, step.sample.seconds / cost.step_s(work_of(step.sample)) - 1)
-        for step, others in zip(steps, busy, strict=True)
-        if others >= TOGETHER
-    ]
-    if num_engines < 2 or len(pairs) < 8:
+    each = []
+    for step, others in zip(steps, busy, strict=True):
+        if others >= TOGETHER:
+            lost = 1 - cost.step_s(work_of(step.sample)) / step.sample.seconds
+            each.append((1 / max(1 - lost / min(others, 1.0), 0.1) - 1) / max(others, 1.0))
+    if num_engines < 2 or len(each) < 8:
         return (1.0,)
-    others, excess = np.array(pairs).T
-    slope = max(0.0, float(np.median(excess / others)))
+    slope = max(0.0, float(np.median(each)))
     return tuple(1.0 + slope * count for count in range(num_engines))
 
 

@@ -17,6 +17,7 @@ from twostroke.kv_messages import (
     KvEndpoint,
     KvLayoutRecord,
     KvLink,
+    KvLoad,
     KvReady,
     KvReceive,
     KvReceived,
@@ -211,6 +212,15 @@ class KvHandoffScheduler(KvConnectorScheduler, Protocol):
         """What is over since the last call."""
         ...
 
+    def take_pieces(self, num_in_flight: int) -> list[KvLoad]:
+        """What need not travel with a plan, when so many of those built have not been run: the
+        worker's half can be told at once, by `apply`."""
+        ...
+
+    def plans_skipped(self, count: int) -> None:
+        """As many were run as if they had been built, with nothing to tell."""
+        ...
+
     def take_outputs(self) -> KvOutputs:
         """What the router must hear since the last call."""
         ...
@@ -223,7 +233,8 @@ class KvHandoffScheduler(KvConnectorScheduler, Protocol):
 
 
 class KvConnectorWorker(Protocol):
-    """The worker's half: moves bytes in threads of its own. One for each rank; used by one thread.
+    """The worker's half: moves bytes in threads of its own. One for each rank; used by one thread,
+    save that loads may be told of from another.
 
     No method but `wait` and `shutdown` may wait for a transfer.
     """

@@ -23,6 +23,7 @@ from twostroke.kv_messages import (
     TRANSFER_ID_BYTES,
     KvCommands,
     KvEndpoint,
+    KvLoad,
     KvReady,
     KvReport,
 )
@@ -53,6 +54,7 @@ class HandoffScheduler:
     ) -> None:
         self._clock = clock
         self._outbox = Outbox()
+        self._num_plans = 0
         self.endpoint = endpoint
         self.sends = Sends(
             clock,
@@ -168,10 +170,18 @@ class HandoffScheduler:
         return self.loads.awaits_report
 
     def build_connector_meta(self) -> KvCommands | None:
+        self._num_plans += 1
         if not self._outbox.has_commands:
             return None
+        self.loads.left_with(self._num_plans)
         commands, self._outbox.commands = self._outbox.commands, KvCommands()
         return commands
+
+    def take_pieces(self, num_in_flight: int) -> list[KvLoad]:
+        return self.loads.take_pieces(self._num_plans - num_in_flight)
+
+    def plans_skipped(self, count: int) -> None:
+        self._num_plans += count
 
     def update_connector_output(self, report: KvReport) -> None:
         for end in report.loads:

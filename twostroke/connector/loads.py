@@ -56,6 +56,7 @@ class _Load:
     is_complete: bool = False  # the ticket covers all that was asked for
     first_token: int = 0
     num_told: int = 0  # tokens that the worker was told to read up to; 0: it knows nothing of it
+    last_plan: int = 0  # the last one that told of a piece; 0: none has
     is_told_all: bool = False
     block_ids: Sequence[int] = ()
     source: str = ""  # engine id of the last ticket that the worker was told of
@@ -211,6 +212,27 @@ class Loads:
         if load.is_complete:
             load.is_told_all = True
             self._awaited.add(load.load_id)
+
+    def left_with(self, plan: int) -> None:
+        """What the worker is told now travels with that plan (they count from 1)."""
+        for piece in self._outbox.commands.loads:
+            if (load := self._loads.get(piece.load_id)) is not None:
+                load.last_plan = plan
+
+    def take_pieces(self, num_run: int) -> list[KvLoad]:
+        """Pieces of streams that the worker may read at once, given how many plans it has run.
+
+        A first piece waits for its plan: steps before it may still write into its blocks, of those
+        who had them before. Later ones only have to come behind the pieces before them.
+        """
+        taken, left = list[KvLoad](), list[KvLoad]()
+        for piece in self._outbox.commands.loads:
+            load = self._loads.get(piece.load_id)
+            may_go = load is not None and 0 < load.last_plan <= num_run
+            (taken if may_go else left).append(piece)
+        if taken:
+            self._outbox.commands.loads = left
+        return taken
 
     def report(self, end: KvLoadEnd) -> None:
         """The worker: no read of this load is under way any more."""

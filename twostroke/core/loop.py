@@ -34,7 +34,7 @@ from twostroke.core.step import Step
 from twostroke.cost import StepWork
 from twostroke.errors import ConfigError
 from twostroke.kv.manager import IntegrityError
-from twostroke.kv_messages import KvReceived, KvReport
+from twostroke.kv_messages import KvLoad, KvReceived, KvReport
 from twostroke.messages import (
     NO_TOKENS,
     AddRequest,
@@ -335,6 +335,8 @@ class EngineCore:
         self._stats.prompt_tokens += self._prompts_due()
         freed = fast_forward.skip(self.state, turns, token_ids)
         self.scheduler.num_steps += turns
+        if self.state.handoff is not None:
+            self.state.handoff.plans_skipped(turns)
         self._stats.num_steps += turns
         self._stats.step_tokens += turns * rows
         self._stats.generation_tokens += turns * rows
@@ -349,6 +351,11 @@ class EngineCore:
         self._stats.spec_decode_num_drafts += int(rows.sum())
         self._stats.spec_decode_num_draft_tokens += int(result.num_verified[rows].sum())
         self._stats.spec_decode_num_accepted_tokens += int((result.num_sampled[rows] - 1).sum())
+
+    def take_pieces(self) -> list[KvLoad]:
+        """What the worker may read of other engines' KV now, without waiting for its next plan."""
+        handoff = self.state.handoff
+        return [] if handoff is None else handoff.take_pieces(self.num_in_flight)
 
     def take_outputs(self) -> EngineOutputs | None:
         """Events and ends that belong to no step (arrivals, aborts, refusals), or None."""

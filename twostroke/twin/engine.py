@@ -210,6 +210,8 @@ class TwinEngine:
                     raise ValueError(f"the twin's engines are not asked for {message}")
                 case _:
                     core.apply_kv(message)
+        if self.executor.reads_ahead and (pieces := core.take_pieces()):
+            self.executor.read(pieces)
         # A process tells its events at once; where nobody acts on them, they can wait for a step.
         if core.state.handoff is not None or core.has_ends:
             self._take_outputs()

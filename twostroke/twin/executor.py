@@ -19,7 +19,7 @@ import numpy as np
 from twostroke.arrays import Float64s, Int32s
 from twostroke.clock import Clock
 from twostroke.cost import HostCost, StepColumns, StepCost, StepWork
-from twostroke.kv_messages import KvCommands, KvReport
+from twostroke.kv_messages import KvCommands, KvLoad, KvReport
 from twostroke.messages import StepPlan, StepResult
 
 
@@ -32,6 +32,8 @@ class Transfers(Protocol):
     def has_report(self) -> bool: ...
     @property
     def is_busy(self) -> bool: ...
+    @property
+    def reads_ahead(self) -> bool: ...
 
 
 # How long a worker without rows looks out for the end of a transfer before it asks for more to do
@@ -72,6 +74,7 @@ class CostExecutor:
         self._host = host or HostCost()
         self._token_of = token_of
         self._tokens: Int32s = np.zeros(max_num_seqs, np.int32)  # by seat
+        self.reads_ahead = transfers is not None and transfers.reads_ahead
         self._transfers = transfers
         self._running: deque[RunningPlan] = deque()
         self._ended_s = -math.inf  # the end of the plan that was collected last
@@ -139,6 +142,11 @@ class CostExecutor:
         """A worker does what a plan says about transfers when it comes to that plan."""
         if it.plan.kv is not None and self._transfers is not None:
             self._transfers.apply(it.plan.kv, max(0.0, it.start_s - self._clock.now()))
+
+    def read(self, loads: list[KvLoad]) -> None:
+        """Read these now, whatever step runs."""
+        assert self._transfers is not None
+        self._transfers.apply(KvCommands(loads=loads), 0.0)
 
     def _idle_s(self) -> float:
         """How long the oldest plan, without rows, waits for a transfer; alone: until one ends."""

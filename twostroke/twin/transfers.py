@@ -138,6 +138,11 @@ class EngineTransfers:
         return bool(self._loads)
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether it can be told of loads beside plans, as a worker of one rank can."""
+        return self.endpoint.layout.tensor_parallel_size == 1
+
+    @property
     def has_report(self) -> bool:
         return bool(self._report.loads or self._report.links)
 

@@ -31,7 +31,7 @@ from twostroke.checkpoint import Checkpoint
 from twostroke.config import EngineConfig
 from twostroke.connector.transfer import RankReports
 from twostroke.errors import ConfigError, EngineDeadError, ModelError, TwostrokeError
-from twostroke.kv_messages import KvEndpoint
+from twostroke.kv_messages import KvEndpoint, KvLoad
 from twostroke.messages import (
     EngineDead,
     EngineProgress,
@@ -90,6 +90,7 @@ class Runner(Protocol):
     @property
     def endpoint(self) -> KvEndpoint | None: ...
     def run(self, plan: StepPlan) -> StepResult: ...
+    def read(self, loads: list[KvLoad]) -> None: ...
     def shutdown(self) -> None: ...
 
 
@@ -109,6 +110,8 @@ class ThreadExecutor:
 
     Raises what loading the model raises (ModelError, ConfigError).
     """
+
+    reads_ahead = True
 
     def __init__(
         self,
@@ -142,6 +145,7 @@ class ThreadExecutor:
         self.num_blocks = runner.num_blocks
         self.max_model_len = runner.max_model_len
         self.endpoint = runner.endpoint
+        self._runner = runner
 
     def _serve(self, runner: Runner) -> None:
         try:
@@ -158,6 +162,10 @@ class ThreadExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._plans.put(plan)
         self._num_in_flight += 1
+
+    def read(self, loads: list[KvLoad]) -> None:
+        """Begin to read KV of other engines now, whatever step runs."""
+        self._runner.read(loads)
 
     def collect(self) -> StepResult:
         if self._failure is None:
@@ -254,6 +262,8 @@ class ProcessExecutor:
     `on_death` is called from a thread, once, even if nobody waits. Raises what loading the model
     raises, and EngineDeadError when a worker dies meanwhile.
     """
+
+    reads_ahead = False  # ranks hear of what they are to read with their plans alone
 
     def __init__(
         self,

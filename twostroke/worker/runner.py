@@ -31,7 +31,7 @@ from twostroke.connector.base import KvConnectorWorker
 from twostroke.connector.layout import record_of
 from twostroke.errors import ConfigError
 from twostroke.kv.sizing import KvLayout
-from twostroke.kv_messages import KvEndpoint, KvReport
+from twostroke.kv_messages import KvCommands, KvEndpoint, KvLoad, KvReport
 from twostroke.messages import (
     NO_TOKENS,
     Int32s,
@@ -286,6 +286,11 @@ class ModelRunner:
     def endpoint(self) -> KvEndpoint | None:
         """Where other engines can read this rank's KV; None: nowhere."""
         return self.connector.endpoint if self.connector is not None else None
+
+    def read(self, loads: list[KvLoad]) -> None:
+        """Begin to read these, beside the step that runs; called from another thread."""
+        assert self.connector is not None, "nothing is read where nothing is handed over"
+        self.connector.apply(KvCommands(loads=loads))
 
     def shutdown(self) -> None:
         """End what runs beside the steps. Idempotent."""

@@ -17,6 +17,7 @@ from tests.cpu.worker.driving import Driver, Request, small_config
 from twostroke.checkpoint import Checkpoint, open_checkpoint
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError, EngineDeadError, ModelError
+from twostroke.kv_messages import KvLoad
 from twostroke.messages import NO_TOKENS, SamplingParams, StepPlan, StepResult
 from twostroke.worker.executor import ProcessExecutor, Progress, ThreadExecutor
 
@@ -49,6 +50,9 @@ class CountingRunner:
         if plan.step == 3:
             raise ZeroDivisionError("step 3")
         return StepResult(step=plan.step, num_sampled=NO_TOKENS, token_ids=NO_TOKENS)
+
+    def read(self, loads: list[KvLoad]) -> None:
+        raise AssertionError("nothing is handed over")
 
     def shutdown(self) -> None:
         pass

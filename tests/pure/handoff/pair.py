@@ -9,7 +9,7 @@ from twostroke.clock import VirtualClock
 from twostroke.config import SchedulerConfig
 from twostroke.connector.handoff import HandoffScheduler
 from twostroke.core.loop import EngineCore
-from twostroke.kv_messages import KvReady, KvReceive, KvReceived, KvSend, KvTicket
+from twostroke.kv_messages import KvCommands, KvReady, KvReceive, KvReceived, KvSend, KvTicket
 from twostroke.messages import (
     AddRequest,
     EngineOutputs,
@@ -101,6 +101,8 @@ class Party:
 
     def tell(self, message: Any) -> None:
         self.core.apply_kv(message)
+        if pieces := self.core.take_pieces():
+            self.link.apply(KvCommands(loads=pieces))
         self.take()
 
     def abort(self, *handles: int) -> None:

@@ -8,7 +8,7 @@ from twostroke.connector.base import KvHandoffScheduler
 from twostroke.core.loop import EngineCore
 from twostroke.cost import LinearStepCost
 from twostroke.errors import ConfigError
-from twostroke.kv_messages import KvConnect, KvDisconnect, KvReady, KvRelease, KvRenew
+from twostroke.kv_messages import KvCommands, KvConnect, KvDisconnect, KvReady, KvRelease, KvRenew
 from twostroke.messages import EventKind, FinishReason
 from twostroke.testing.fake_kv import continuation
 
@@ -68,6 +68,46 @@ def test_a_prompt_is_streamed_chunk_by_chunk():
     d.run()
     d.check_answer(7, prompt)
     assert d.received[0].num_tokens == 40
+
+
+def test_later_pieces_of_a_stream_wait_for_no_plan():
+    """The first one does: a step in flight may still write into its blocks. So does what comes
+    before that plan was run, or pieces would change places."""
+    p, d = make_pair()
+    prompt = prompt_of(2, 40)
+    p.send(1, prompt, stream=True)
+    p.run()
+    pieces = [KvReady(7, it.ticket, it.is_last) for it in p.ready]
+    told: list[int] = []  # first tokens of what the worker was told to read
+    apply = d.link.apply
+
+    def noting_apply(commands: KvCommands) -> None:
+        told.extend(piece.first_token for piece in commands.loads)
+        apply(commands)
+
+    d.link.apply = noting_apply  # type: ignore[method-assign]
+    d.add(1, prompt_of(9, 5), 20)
+    d.receive(7, prompt, None)
+    while EventKind.LOADING not in d.events_of(7):
+        d.turn()
+    d.tell(pieces[0])
+    assert told == []
+    plan = d.core.begin()
+    d.executor.submit(plan)
+    d.tell(pieces[1])
+    while not told:
+        d.finish()
+    assert told == [0], "the second one came before the first one's plan was run"
+    d.turn()
+    while len(told) < 2:
+        d.turn()
+    while d.core.num_in_flight:
+        d.finish()
+    d.executor.submit(d.core.begin())
+    d.tell(pieces[2])
+    assert told == [0, 16, 32], "a step is in flight, and does not matter"
+    d.run()
+    d.check_answer(7, prompt)
 
 
 def test_chunks_are_told_of_when_their_results_are_in():

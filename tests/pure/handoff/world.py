@@ -12,6 +12,7 @@ from twostroke.connector.handoff import HandoffScheduler
 from twostroke.core.loop import EngineCore
 from twostroke.errors import EngineDeadError, RequestError
 from twostroke.kv_messages import (
+    KvCommands,
     KvConnect,
     KvDisconnect,
     KvEndpoint,
@@ -194,6 +195,8 @@ class SimEngine:
                     KvReady() | KvRelease() | KvRenew() | KvConnect() | KvDisconnect()
                 ) as message:
                     self.core.apply_kv(message)
+        if pieces := self.core.take_pieces():
+            self.link.apply(KvCommands(loads=pieces))
 
     def _emit(self, outputs: EngineOutputs | None) -> None:
         if outputs is not None:
