@@ -1,7 +1,7 @@
 """The twin against our own engine on this machine: fitted on one load, predicting others.
 
-    python benchmarks/twin_vs_engine.py [--model M] [--layout both 1p1d] [--seconds 90]
-        [--requests 40] [--rounds 2] [--repeats 2] [--record DIR] [--json]
+    python benchmarks/twin_vs_engine.py [--model M] [--layout both 1p1d] [--seconds 75]
+        [--requests 36] [--rounds 2] [--repeats 2] [--record DIR] [--json]
     python benchmarks/twin_vs_engine.py --from DIR        the same without engines
 
 For each layout a server is started and profiled over a grid of prompts (`twostroke profile`), then
@@ -38,7 +38,7 @@ from twostroke.cost import BandwidthCurve, HostCost, LinearStepCost, LinkCost
 from twostroke.cost_fit import fit_link_cost
 from twostroke.cost_host import error_on, fit_costs
 from twostroke.kv.sizing import KvLayout
-from twostroke.proc.profiling import Measured, Server, measure
+from twostroke.proc.profiling import QUIET, Measured, Others, Server, measure
 from twostroke.router.dispatch import DispatchSettings
 from twostroke.trace_steps import TracedStep
 from twostroke.twin.scenario import EngineGroup, Result, Scenario, simulate
@@ -153,8 +153,8 @@ def fit(seen: Measured) -> Fitted:
     """From a profile's grid; prints what came of it."""
     step, host, error = fit_costs(seen.trace, seen.waves, seen.relay_s)
     print(
-        f"  {len(seen.waves)} waves; while {seen.num_disturbed} others ran, other processes took "
-        f"CPU time; of the mixed load's they took {seen.disturbance:.0%}"
+        f"  {len(seen.waves)} waves; other processes took CPU time during {seen.num_disturbed} of "
+        f"all, and {seen.disturbance:.0%} of the mixed load's"
     )
     print(f"  fit: {error}\n  mixed load held out: {error_on(step, host, seen.held_out)}")
     print(
@@ -224,11 +224,13 @@ def latencies_of(rounds: list[list[Outcome]]) -> Latencies:
 
 @dataclass(frozen=True)
 class Recording:
-    """What an engine did: its profile's grid; by load each repeat's rounds; and all their steps."""
+    """What an engine did: its profile's grid; by load each repeat's rounds, and the share of CPU
+    time that other processes took; and the steps of all loads."""
 
     model: str
     measured: Measured
     loads: dict[str, list[list[list[Outcome]]]]
+    disturbance: dict[str, float]
     steps: list[TracedStep]
 
 
@@ -251,7 +253,7 @@ def record(layout: str, options: argparse.Namespace) -> Recording:
     print(f"{layout}: profiling for {options.seconds:g} s", flush=True)
     measured = measure(config, seconds=options.seconds)
     fitted = fit(measured)
-    loads = {}
+    loads, disturbance = {}, {}
     with tempfile.TemporaryDirectory() as directory:
         with Server(config, Path(directory)) as server:
             for one in LOADS:
@@ -260,6 +262,7 @@ def record(layout: str, options: argparse.Namespace) -> Recording:
                 capacity = simulate(scenario_of(config, checkpoint, fitted, at_once)).request_rate
                 rate = capacity * (one.share or 1.0)
                 print(f"{layout}: {one.name}: {options.requests} at {rate:.2f}/s", flush=True)
+                others = Others()
                 loads[one.name] = [
                     [
                         asyncio.run(
@@ -273,8 +276,9 @@ def record(layout: str, options: argparse.Namespace) -> Recording:
                     ]
                     for repeat in range(options.repeats)
                 ]
+                disturbance[one.name] = others.share()
         steps = server.read().steps
-    return Recording(options.model, measured, loads, steps)
+    return Recording(options.model, measured, loads, disturbance, steps)
 
 
 def file_of(directory: Path, layout: str) -> Path:
@@ -316,6 +320,8 @@ def predict(layout: str, recording: Recording) -> dict[str, dict[str, dict[str, 
             },
         }
         print_load(f"{layout}: {name}", figures[name])
+        if (share := recording.disturbance[name]) > QUIET:
+            print(f"  other processes took {share:.0%} of the CPU time meanwhile\n")
     return figures
 
 
@@ -345,8 +351,8 @@ def main() -> None:
     )
     parser.add_argument("--model", default="", help="default: SmolLM2")
     parser.add_argument("--layout", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--seconds", type=float, default=90.0, help="of profiling, a layout")
-    parser.add_argument("--requests", type=int, default=40, help="of a round")
+    parser.add_argument("--seconds", type=float, default=75.0, help="of profiling, a layout")
+    parser.add_argument("--requests", type=int, default=36, help="of a round")
     parser.add_argument("--rounds", type=int, default=2, help="with other arrivals and lengths")
     parser.add_argument("--repeats", type=int, default=2, help="of the same rounds")
     parser.add_argument("--record", type=Path, help="directory to keep what was measured in")

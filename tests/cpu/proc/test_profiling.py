@@ -8,8 +8,10 @@ from typer.testing import CliRunner
 
 from twostroke.cli import app
 from twostroke.config import resolve
+from twostroke.cost_host import Wave
 from twostroke.cost_profile import Profile
 from twostroke.errors import EngineDeadError
+from twostroke.proc import profiling
 from twostroke.proc.profiling import OUTPUT_TOKENS, Limits, Server, grid
 from twostroke.twin.hardware import of_profile
 
@@ -18,10 +20,32 @@ LIMITS = Limits(max_tokens=512, max_num_seqs=6, num_kv_tokens=1024, vocab_size=3
 
 def test_the_grid_stays_within_limits_and_grows() -> None:
     waves = list(grid(LIMITS))
-    assert waves[0] == (1, 4)
-    assert {count for count, _ in waves} == {1, 2, 4, 6}
-    assert max(length for _, length in waves) == 256
+    assert waves[0] == (1, 2)
+    assert {count for count, _ in waves} == {1, 2, 3, 4, 5, 6}
+    assert max(length for _, length in waves) == 384
     assert all(count * (length + OUTPUT_TOKENS) <= 1024 for count, length in waves)
+
+
+@pytest.mark.parametrize(("shares", "kept"), [([0.0, 0.5, 0.01], [1, 3]), ([0.9] * 3, [1, 2, 3])])
+def test_waves_that_something_disturbed_are_left_out(
+    shares: list[float], kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless hardly any is undisturbed."""
+    each = iter(shares)
+    monkeypatch.setattr(profiling, "LOOK_S", -1.0)
+    monkeypatch.setattr(profiling.Others, "share", lambda self: next(each, 1.0))
+    waves = profiling.SentWaves()
+    for count in (1, 2, 3):
+        waves.add(Wave(count, 16, 0.0, 1.0))
+    found, num_disturbed = waves.kept()
+    assert [wave.num_requests for wave in found] == kept
+    assert num_disturbed == sum(share > 0.1 for share in shares)
+
+
+def test_what_other_processes_take() -> None:
+    others = profiling.Others()
+    sum(range(10**6))
+    assert 0.0 <= others.share() <= 1.0
 
 
 def test_profile_measures_a_server(tiny_dir: Path, tmp_path: Path) -> None:
