@@ -15,6 +15,8 @@ COST = LinearStepCost(base_s=1.0, context_s=0.001)
 class Loads:
     """Stands for transfers under way."""
 
+    reads_ahead = True
+
     def __init__(self):
         self.is_busy = True
         self.has_report = False
