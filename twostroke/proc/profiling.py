@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import random
@@ -24,13 +25,13 @@ import sys
 import tempfile
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import httpx
-import numpy as np
 
 from twostroke.bench import load
 from twostroke.bench.load import Target
@@ -45,6 +46,8 @@ START_S = 600.0
 STOP_S = 60.0
 OUTPUT_TOKENS = 12  # of each answer: some steps in which all decode
 BATCHED_LENGTHS = tuple(4**i for i in range(2, 10))  # of prompts that come together
+OUTPUT_COST = 8  # prompt tokens that one of output is reckoned to cost, where a rate is chosen
+GRID_SHARE = 0.6  # of the time; the rest is for two mixed loads
 RELAY_SAMPLES = 30
 WAVE_SHARE = 0.25  # most of the time budget that one wave may take
 LEAST_QUIET = 0.2  # of the waves; with fewer, the disturbed ones count too
@@ -223,21 +226,30 @@ class SentWaves:
             self._quiet += self._new
         self._new, self._looked_s = [], time.monotonic()
 
-    def kept(self) -> tuple[list[Wave], int]:
-        """The undisturbed ones (or all, if hardly any is), and how many others there were."""
+    def end(self) -> None:
+        """No more will come."""
         self._look()
-        enough = len(self._quiet) > LEAST_QUIET * len(self._all)
-        kept = self._quiet if enough else self._all
-        return kept, len(self._all) - len(self._quiet)
+
+    @property
+    def num_disturbed(self) -> int:
+        return len(self._all) - len(self._quiet)
+
+    def is_of_use(self, share: float) -> bool:
+        """Whether to use what was measured while others took that share: not if it disturbs,
+        unless all is disturbed, or nearly."""
+        return share < QUIET or len(self._quiet) <= LEAST_QUIET * len(self._all)
+
+    @property
+    def of_use(self) -> list[Wave]:
+        return self._all if self.is_of_use(1.0) else self._quiet
 
 
 async def run_grid(
     url: str, *, seconds: float, seed: int, on_progress: Callable[[float], None]
-) -> tuple[list[Wave], int]:
+) -> SentWaves:
     """Send the grid's waves, round after round, for about `seconds`; `on_progress` gets its share.
 
-    A wave that would take too long is left out, and with it the larger ones. Returns those that
-    nothing else disturbed, and how many others there were (see `SentWaves.kept`).
+    A wave that would take too long is left out, and with it the larger ones.
     """
     draw = random.Random(seed)
     waves = SentWaves()
@@ -264,14 +276,17 @@ async def run_grid(
                 waves.add(Wave(count, length, sent_s, ended_s))
                 second_per_token = spent_s / (count * (length + OUTPUT_TOKENS))
                 is_new = True
+    waves.end()
     on_progress(1.0)
-    return waves.kept()
+    return waves
 
 
-def _prompt(draw: random.Random, length: int, vocab_size: int) -> Prompt:
+def _prompt(
+    draw: random.Random, length: int, vocab_size: int, output_tokens: int = OUTPUT_TOKENS
+) -> Prompt:
     """Random ids: nothing is found in a prefix cache."""
     ids = [draw.randrange(min(FIRST_TOKEN_ID, vocab_size - 1), vocab_size) for _ in range(length)]
-    return Prompt(ids, OUTPUT_TOKENS)
+    return Prompt(ids, output_tokens)
 
 
 async def _limits(client: httpx.AsyncClient) -> Limits:
@@ -311,44 +326,54 @@ def measure(
 ) -> Measured:
     """Start a server with these settings and measure it for about `seconds`.
 
-    The mixed load comes last, from another seed: arrivals at random, lengths at random.
+    Mixed loads come last, each from a seed of its own: arrivals at random, lengths at random. One
+    shows what the grid's waves do not, prompts among decodes and engines that compute at once; the
+    other one is held out.
     """
     with tempfile.TemporaryDirectory(prefix="twostroke-profile-") as name:
         with Server(config, Path(name)) as server:
             relay_s = asyncio.run(measure_relay(server.url))
-            waves, num_disturbed = asyncio.run(
+            sent = asyncio.run(
                 run_grid(
                     server.url,
-                    seconds=0.8 * seconds,
+                    seconds=GRID_SHARE * seconds,
                     seed=config.seed,
-                    on_progress=lambda share: on_progress(0.8 * share),
+                    on_progress=lambda share: on_progress(GRID_SHARE * share),
                 )
             )
-            split_s = time.monotonic()
-            others = Others()
-            asyncio.run(_mixed_load(server.url, waves, seconds=0.2 * seconds, seed=config.seed + 1))
-            disturbance = others.share()
+            waves, shares, spans = sent.of_use, list[float](), list[tuple[float, float]]()
+            for seed in (1, 2):
+                others, start_s = Others(), time.monotonic()
+                mixed_s = (1 - GRID_SHARE) / 2 * seconds
+                asyncio.run(_mixed_load(server.url, waves, mixed_s, seed=config.seed + seed))
+                shares.append(others.share())
+                spans.append((start_s, time.monotonic()))
         on_progress(1.0)
         trace = server.read()
-    spans = np.array([(wave.sent_s, wave.ended_s) for wave in waves])
-
-    def is_of_wave(it: TracedStep | TracedLoad) -> bool:
-        """Waves come one after the other, so at most one can hold it."""
-        at = int(np.searchsorted(spans[:, 0], it.start_s)) - 1
-        return at >= 0 and it.start_s < spans[at, 1]
-
+    fitted = [(wave.sent_s, wave.ended_s) for wave in waves]
+    fitted += spans[:1] if sent.is_of_use(shares[0]) else []
     return Measured(
-        trace=Trace(
-            [step for step in trace.steps if is_of_wave(step)],
-            [load for load in trace.loads if is_of_wave(load)],
-            trace.inputs_s,
-        ),
+        trace=Trace(_within(fitted, trace.steps), _within(fitted, trace.loads), trace.inputs_s),
         waves=waves,
         relay_s=relay_s,
-        held_out=[step for step in trace.steps if step.start_s >= split_s],
-        num_disturbed=num_disturbed,
-        disturbance=disturbance,
+        held_out=_within(spans[1:], trace.steps),
+        num_disturbed=sent.num_disturbed,
+        disturbance=shares[1],
     )
+
+
+_Timed = TypeVar("_Timed", TracedStep, TracedLoad)
+
+
+def _within(spans: list[tuple[float, float]], items: list[_Timed]) -> list[_Timed]:
+    """Those that begin in one of the spans, which do not overlap and are in order."""
+    starts = [start_s for start_s, _ in spans]
+
+    def is_in(time_s: float) -> bool:
+        at = bisect_right(starts, time_s) - 1
+        return at >= 0 and time_s < spans[at][1]
+
+    return [it for it in items if is_in(it.start_s)]
 
 
 async def measure_relay(url: str) -> float:
@@ -367,8 +392,9 @@ async def measure_relay(url: str) -> float:
     return max(0.0, (asked_s - unasked_s) / 2)
 
 
-async def _mixed_load(url: str, waves: list[Wave], *, seconds: float, seed: int) -> None:
-    """Prompts of random length at random moments, at half the rate that the largest wave ran at."""
+async def _mixed_load(url: str, waves: list[Wave], seconds: float, *, seed: int) -> None:
+    """Requests of random lengths, short ones as often as long ones, at random moments: at half the
+    rate that the largest wave ran at, when a token of output costs as much as some of a prompt."""
     draw = random.Random(seed)
     async with load.connect(url) as client:
         limits = await _limits(client)
@@ -378,11 +404,17 @@ async def _mixed_load(url: str, waves: list[Wave], *, seconds: float, seed: int)
         )
         busiest = max(waves, key=lambda wave: wave.num_requests * wave.prompt_tokens)
         rate = busiest.num_requests * busiest.prompt_tokens / (busiest.ended_s - busiest.sent_s)
-        requests_per_s = 0.5 * rate / (longest / 2 + 2 * OUTPUT_TOKENS)
-        count = max(4, int(requests_per_s * seconds))
+        mean_tokens = longest / math.log(longest) + OUTPUT_TOKENS * OUTPUT_COST
+        count = max(4, int(0.5 * rate / mean_tokens * seconds))
         offsets = sorted(draw.uniform(0, seconds) for _ in range(count))
         prompts = [
-            _prompt(draw, draw.randint(4, max(5, longest)), limits.vocab_size) for _ in range(count)
+            _prompt(
+                draw,
+                round(math.exp(draw.uniform(1, math.log(max(5, longest))))),
+                limits.vocab_size,
+                draw.randint(2, 2 * OUTPUT_TOKENS),
+            )
+            for _ in range(count)
         ]
         await load.run(client, target, prompts, offsets, max_concurrency=limits.max_num_seqs)
 

@@ -37,9 +37,9 @@ def test_waves_that_something_disturbed_are_left_out(
     waves = profiling.SentWaves()
     for count in (1, 2, 3):
         waves.add(Wave(count, 16, 0.0, 1.0))
-    found, num_disturbed = waves.kept()
-    assert [wave.num_requests for wave in found] == kept
-    assert num_disturbed == sum(share > 0.1 for share in shares)
+    waves.end()
+    assert [wave.num_requests for wave in waves.of_use] == kept
+    assert waves.num_disturbed == sum(share > 0.1 for share in shares)
 
 
 def test_what_other_processes_take() -> None:
