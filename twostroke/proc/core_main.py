@@ -226,7 +226,8 @@ class CoreProcess:
                 self._apply(self.inbox.get(timeout=self._patience_s()))
             while True:
                 self._apply(self.inbox.get_nowait())
-        if self.executor.reads_ahead and (pieces := self.core.take_pieces()):
+        # Ranks in processes of their own hear of what they are to read with their plans alone.
+        if isinstance(self.executor, ThreadExecutor) and (pieces := self.core.take_pieces()):
             self.executor.read(pieces)
         self._put_outputs()
 

@@ -111,8 +111,6 @@ class ThreadExecutor:
     Raises what loading the model raises (ModelError, ConfigError).
     """
 
-    reads_ahead = True
-
     def __init__(
         self,
         config: EngineConfig,
@@ -262,8 +260,6 @@ class ProcessExecutor:
     `on_death` is called from a thread, once, even if nobody waits. Raises what loading the model
     raises, and EngineDeadError when a worker dies meanwhile.
     """
-
-    reads_ahead = False  # ranks hear of what they are to read with their plans alone
 
     def __init__(
         self,
