@@ -90,6 +90,7 @@ def non_negative_least_squares(gram: Float64s, moment: Float64s) -> Float64s:
 # of 1.5 is close enough.
 KNEES = tuple(float(n) for i in range(12) for n in (2**i, 3 * 2**i) if n != 2**11 * 3)
 MOST_KNEES = 4
+BALANCE = 0.25  # 0: all steps count alike, 1: all sizes of steps do
 KNEE_GAIN = 0.05  # a knee must lower the squared error by this share, or it is noise
 
 # The same for a fit that keeps sums only and so cannot try. Without jumps: between two of these
@@ -143,11 +144,12 @@ def fit_step_cost(samples: Sequence[StepSample]) -> tuple[LinearStepCost, FitErr
     if not len(seconds):
         raise ValueError("no step was measured: a sample needs tokens and a time over 0")
     knees: list[float] = []
-    fitted, best = robust_fit(shares, seconds)
+    tokens = shares[:, 1]
+    counts = _counts_by_size(tokens)
+    fitted, best = robust_fit(shares, seconds, counts)
     while len(knees) < MOST_KNEES:
-        tokens = shares[:, 1]
         trials = [
-            (robust_fit(_with_regimes(shares, sorted([*knees, knee])), seconds), knee)
+            (robust_fit(_with_regimes(shares, sorted([*knees, knee])), seconds, counts), knee)
             for knee in sorted(KNEES)
             if knee not in knees and tokens.min() <= knee < tokens.max()
         ]
@@ -159,6 +161,16 @@ def fit_step_cost(samples: Sequence[StepSample]) -> tuple[LinearStepCost, FitErr
         knees, fitted, best = sorted([*knees, knee]), trial, error
     predicted = _with_regimes(shares, knees) @ fitted
     return step_cost_of(fitted, knees), FitError.of(predicted, seconds)
+
+
+def _counts_by_size(tokens: Float64s) -> Float64s:
+    """How much each step counts: of the many small ones that any load has each a little less, or
+    they would drown the large ones. Sizes within a factor of 1.4 count together."""
+    _, size, number = np.unique(
+        np.round(2 * np.log2(tokens)), return_inverse=True, return_counts=True
+    )
+    counts: Float64s = 1 / number[size] ** BALANCE
+    return counts
 
 
 def step_cost_of(fitted: Float64s, knees: Sequence[float]) -> LinearStepCost:
@@ -188,14 +200,18 @@ def _with_regimes(shares: Float64s, knees: Sequence[float], *, jumps: bool = Tru
     return np.column_stack([*columns, tokens > starts[1:]] if jumps else columns)
 
 
-def robust_fit(columns: Float64s, seconds: Float64s) -> tuple[Float64s, float]:
-    """Non-negative coefficients of `columns`, and the mean of what is left, squared.
+def robust_fit(
+    columns: Float64s, seconds: Float64s, counts: Float64s | None = None
+) -> tuple[Float64s, float]:
+    """Non-negative coefficients of `columns`, and the mean of what is left, squared; `counts` says
+    how much each sample counts.
 
     Weighted by the prediction, not by the measurement: weights of 1 / measured would favour what
     happened to be fast. Residuals beyond four robust deviations count only in proportion (Huber):
     a pause of the machine is no property of the step.
     """
-    weights = 1 / seconds
+    counts = np.ones(len(seconds)) if counts is None else counts
+    weights = np.sqrt(counts) / seconds
     coefficients = np.zeros(columns.shape[1])
     loss = 0.0
     for _ in range(5):
@@ -204,8 +220,9 @@ def robust_fit(columns: Float64s, seconds: Float64s) -> tuple[Float64s, float]:
         predicted = np.maximum(columns @ coefficients, 1e-12)
         residual = np.abs(seconds - predicted) / predicted
         most = 4 * 1.4826 * max(float(np.median(residual)), 1e-9)
-        loss = float(np.mean(np.minimum(residual, most) ** 2))
-        weights = np.sqrt(np.minimum(1.0, most / np.maximum(residual, 1e-300))) / predicted
+        loss = float(np.average(np.minimum(residual, most) ** 2, weights=counts))
+        bounded = np.minimum(1.0, most / np.maximum(residual, 1e-300))
+        weights = np.sqrt(counts * bounded) / predicted
     return coefficients, loss
 
 
