@@ -86,7 +86,8 @@ def test_a_fit_finds_the_cost_that_made_the_samples() -> None:
 def test_a_knee_is_found_and_none_is_invented() -> None:
     bent = LinearStepCost(base_s=5e-3, context_s=1e-8, regimes=(Regime(256.0, 0.0, 4e-5),))
     cost, _ = fit_step_cost(samples_of(bent, 400, seed=1, noise=0.02))
-    assert [it.beyond for it in cost.regimes] == [256.0]
+    (found,) = cost.regimes
+    assert 191 <= found.beyond < 512, "no step was of a size between"
     assert errors_on(cost, samples_of(bent, 200, seed=2)).p90 < 0.03
     straight, _ = fit_step_cost(samples_of(TRUTH, 400, seed=1, noise=0.05))
     assert straight.regimes == ()
