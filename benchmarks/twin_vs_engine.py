@@ -161,7 +161,8 @@ def fit(seen: Measured) -> Fitted:
         f"  front end {host.frontend_s * 1e3:.1f} ms, {host.frontend_busy_s * 1e3:.1f} ms from "
         f"request to request; relay {host.ingress_s * 1e3:.2f} ms; delivery "
         f"{host.deliver_s * 1e3:.1f} ms; between steps {host.gap_s * 1e3:.2f} ms; "
-        f"slowdown {', '.join(f'{factor:.2f}' for factor in host.slowdown)}"
+        f"slowdown by the other engine {host.slowdown[-1]:.2f} times, of prompts "
+        f"{host.prompt_slowdown[-1]:.2f} times"
     )
     link = None
     if loads := seen.trace.loads:

@@ -180,11 +180,12 @@ def _summary(found: "Profile") -> str:
         ("engine to client", (host.egress_s + host.deliver_s) * 1e3, "ms"),
     ]
     lines = [f"{found.model} on {found.device}"]
-    shown = [*tokens, *(row for row in rows if row[1])]
-    lines += [f"  {name:28}{value:12.2f} {unit}" for name, value, unit in shown]
-    if len(host.slowdown) > 1:
-        factors = ", ".join(f"{factor:.2f}" for factor in host.slowdown)
-        lines.append(f"  steps while 1, 2, ... engines compute take {factors} times as long")
+    rows = [*tokens, *(row for row in rows if row[1])]
+    lines += [f"  {name:28}{value:12.2f} {unit}" for name, value, unit in rows]
+    for what, factors in (("decodes", host.slowdown), ("prompts", host.prompt_slowdown)):
+        if len(factors) > 1:
+            shown = ", ".join(f"{factor:.2f}" for factor in factors)
+            lines.append(f"  {what} while 1, 2, ... engines compute take {shown} times as long")
     if found.link is not None:
         link = found.link
         rate = f"{link.bytes_per_s / 1e9:.2f} GB/s after {link.base_s * 1e3:.2f} ms"

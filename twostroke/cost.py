@@ -156,7 +156,8 @@ class HostCost:
     client ─ frontend ─▶ router ─ ingress ─▶ engine: step ─ gap ─ step
     client ◀─ deliver ── router ◀─ egress ── engine
 
-    `slowdown[n - 1]`: how many times longer a step takes while n engines of one host compute.
+    `slowdown[n - 1]`: how many times longer a step takes while n engines of one host compute;
+    `prompt_slowdown` the same of steps that compute prompts, which want something else of it.
     """
 
     gap_s: float = 0.0  # the device waits this long between two steps
@@ -171,22 +172,29 @@ class HostCost:
     deliver_s: float = 0.0
     deliver_row_s: float = 0.0
     slowdown: tuple[float, ...] = (1.0,)
+    prompt_slowdown: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
         check_numbers("host cost", self.gap_s, self.gap_row_s, self.ingress_s, self.ingress_token_s)
         check_numbers("host cost", self.frontend_s, self.frontend_token_s, self.frontend_busy_s)
         check_numbers("host cost", self.egress_s, self.egress_row_s)
         check_numbers("host cost", self.deliver_s, self.deliver_row_s)
-        check_numbers("slowdown", *self.slowdown, least=1.0)
-        if not self.slowdown:
+        check_numbers("slowdown", *self.slowdown, *self.prompt_slowdown, least=1.0)
+        if not (self.slowdown and self.prompt_slowdown):
             raise ConfigError("slowdown is empty; it must say at least that of one engine: [1.0]")
 
-    def slowdown_of(self, num_busy: int) -> float:
+    @property
+    def is_shared(self) -> bool:
+        """Whether engines slow each other down."""
+        return len(self.slowdown) > 1 or len(self.prompt_slowdown) > 1
+
+    def slowdown_of(self, num_busy: int, *, has_prompts: bool) -> float:
         """For `num_busy` engines that compute at once; beyond what was measured, in proportion."""
-        known = len(self.slowdown)
+        factors = self.prompt_slowdown if has_prompts else self.slowdown
+        known = len(factors)
         if num_busy <= known:
-            return self.slowdown[max(num_busy, 1) - 1]
-        return self.slowdown[-1] * num_busy / known
+            return factors[max(num_busy, 1) - 1]
+        return factors[-1] * num_busy / known
 
 
 # ---------------------------------------------------------------- transfers

@@ -15,6 +15,7 @@ import numpy as np
 
 from twostroke.cost import HostCost, LinearStepCost
 from twostroke.cost_fit import FitError, fit_step_cost, robust_fit, work_of
+from twostroke.messages import StepSample
 from twostroke.trace_steps import Trace, TracedStep
 
 ALONE = 0.02  # a step counts as alone when others compute for at most this share of it
@@ -44,7 +45,7 @@ def fit_costs(
     busy = _overlaps(steps)
     alone = [step.sample for step, others in zip(steps, busy, strict=True) if others <= ALONE]
     cost, _ = fit_step_cost(alone or [step.sample for step in steps])
-    slowdown = _slowdowns(steps, busy, cost)
+    slowdown, prompt_slowdown = (_slowdowns(steps, busy, cost, kind) for kind in (False, True))
     gap_s, gap_row_s = _gaps(steps)
     inward_s, inward_token_s = _inward(steps, waves)
     outward_s, outward_row_s = _outward(steps, waves)
@@ -59,6 +60,7 @@ def fit_costs(
         deliver_s=max(0.0, outward_s - relay_s),
         deliver_row_s=outward_row_s,
         slowdown=slowdown,
+        prompt_slowdown=prompt_slowdown,
     )
     return cost, host, error_on(cost, host, steps)
 
@@ -68,8 +70,14 @@ def error_on(cost: LinearStepCost, host: HostCost, steps: Sequence[TracedStep]) 
     predicted = []
     for step, others in zip(steps, _overlaps(steps), strict=True):
         alone_s = cost.step_s(work_of(step.sample))
-        predicted.append(_slowed(alone_s, others, host.slowdown))
+        factors = host.prompt_slowdown if _has_prompts(step.sample) else host.slowdown
+        predicted.append(_slowed(alone_s, others, factors))
     return FitError.of(predicted, [step.sample.seconds for step in steps])
+
+
+def _has_prompts(sample: StepSample) -> bool:
+    """Whether the step computes prompts, and does not only decode."""
+    return sample.num_tokens > sample.num_rows
 
 
 def _slowed(alone_s: float, others: float, slowdown: Sequence[float]) -> float:
@@ -108,9 +116,9 @@ def _busy_until(times: tuple[np.ndarray, np.ndarray, np.ndarray], time_s: float)
 
 
 def _slowdowns(
-    steps: Sequence[TracedStep], busy: Sequence[float], cost: LinearStepCost
+    steps: Sequence[TracedStep], busy: Sequence[float], cost: LinearStepCost, has_prompts: bool
 ) -> tuple[float, ...]:
-    """[engines that compute - 1] How many times longer steps take, the median of many.
+    """[engines that compute - 1] How many times longer steps of a kind take, the median of many.
 
     A step that was alone for a part of its time ran at full speed in that part. The slowdown by
     several others is taken as in proportion to their number.
@@ -118,7 +126,7 @@ def _slowdowns(
     num_engines = len({step.engine for step in steps})
     each = []
     for step, others in zip(steps, busy, strict=True):
-        if others >= TOGETHER:
+        if others >= TOGETHER and _has_prompts(step.sample) == has_prompts:
             lost = 1 - cost.step_s(work_of(step.sample)) / step.sample.seconds
             each.append((1 / max(1 - lost / min(others, 1.0), 0.1) - 1) / max(others, 1.0))
     if num_engines < 2 or len(each) < 8:

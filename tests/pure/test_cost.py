@@ -91,8 +91,12 @@ def test_regimes_come_in_order() -> None:
 
 
 def test_slowdown_beyond_what_was_measured_grows_in_proportion() -> None:
-    host = HostCost(slowdown=(1.0, 1.5))
-    assert [host.slowdown_of(n) for n in (0, 1, 2, 3, 4)] == [1.0, 1.0, 1.5, 2.25, 3.0]
+    host = HostCost(slowdown=(1.0, 1.5), prompt_slowdown=(1.0, 1.25))
+    factors = [host.slowdown_of(n, has_prompts=False) for n in (0, 1, 2, 3, 4)]
+    assert factors == [1.0, 1.0, 1.5, 2.25, 3.0]
+    assert host.slowdown_of(2, has_prompts=True) == 1.25
+    assert host.is_shared
+    assert not HostCost().is_shared
 
 
 def test_links() -> None:

@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 
 from twostroke.cost import HostCost, LinearStepCost
@@ -82,6 +83,33 @@ def test_engines_that_slow_each_other_down() -> None:
     assert cost.base_s == pytest.approx(COST.base_s, rel=0.02)
     assert host.slowdown == pytest.approx((1.0, 1.6), rel=0.05)
     assert error_on(cost, host, steps).median < 0.02
+
+
+def test_prompts_and_decodes_are_slowed_down_apart() -> None:
+    """One engine computes prompts while the other decodes, after a time in which one was alone."""
+    alone, _ = run_waves(0, 1, 0.0)
+    decodes = [it for it in alone if it.sample.num_tokens == it.sample.num_rows]
+    prompt = next(it.sample for it in alone if it.sample.num_tokens > 1000)
+    now, steps = alone[-1].end_s + 1, list(alone)
+    for _ in range(20):
+        start_s = now
+        end_s = start_s + 1.3 * COST.step_s(work_of(prompt))
+        steps.append(TracedStep(0, start_s, end_s, replaced(prompt, end_s - start_s)))
+        for it in decodes:
+            if now >= end_s:
+                break
+            seconds = 1.8 * it.sample.seconds
+            steps.append(TracedStep(1, now, now + seconds, replaced(it.sample, seconds)))
+            now += seconds
+        now += 0.01
+    steps.sort(key=lambda step: step.start_s)
+    _, host, _ = fit_costs(Trace(steps, [], []), [])
+    assert host.slowdown == pytest.approx((1.0, 1.8), rel=0.05)
+    assert host.prompt_slowdown == pytest.approx((1.0, 1.3), rel=0.05)
+
+
+def replaced(sample: StepSample, seconds: float) -> StepSample:
+    return msgspec.structs.replace(sample, seconds=seconds)
 
 
 def test_steps_without_clients() -> None:

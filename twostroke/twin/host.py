@@ -1,7 +1,7 @@
 """Engines that share a host: while several compute, the steps of each take longer.
 
     engine 0  ├─── prompts ────────┤                    a step runs at full speed while it is alone,
-    engine 1       ├decode┤├decode┤├d┤├d┤               and at 1 / slowdown_of(n) among n
+    engine 1       ├decode┤├decode┤├d┤├d┤               and at 1 / slowdown among several
 
 What a step lacks is brought up to date whenever somebody asks. When it will end is told as if no
 other step began before: whoever is woken then asks again (`is_due`), and is late for nothing.
@@ -44,15 +44,16 @@ class SharedHost:
         """Run all steps until one of them begins or ends, but not beyond `limit_s`: until then."""
         computing = [it for it in steps if it.start_s <= self._now]
         until_s = min([limit_s, *(it.start_s for it in steps if it.start_s > self._now)])
-        factor = self._cost.slowdown_of(len(computing))
-        span_s = min([(until_s - self._now) / factor, *(it.lacks_s for it in computing)])
-        for it in computing:
-            it.lacks_s = max(0.0, it.lacks_s - span_s)
+        factors = [
+            self._cost.slowdown_of(len(computing), has_prompts=it.has_prompts) for it in computing
+        ]
+        ends = [it.lacks_s * factor for it, factor in zip(computing, factors, strict=True)]
+        span_s = min([until_s - self._now, *ends])
+        for it, factor in zip(computing, factors, strict=True):
+            it.lacks_s -= span_s / factor
             if it.lacks_s <= _NOTHING_S:
                 it.lacks_s = 0.0
-        if not computing or span_s * factor >= until_s - self._now:
-            return until_s
-        return self._now + span_s * factor
+        return until_s if span_s >= until_s - self._now else self._now + span_s
 
 
 class SharedHostExecutor(CostExecutor):
@@ -62,6 +63,7 @@ class SharedHostExecutor(CostExecutor):
         super().__init__(*arguments, **settings)
         self.lacks_s = 0.0  # of the step that runs, or is about to: what it would take alone
         self.start_s = 0.0
+        self.has_prompts = False
         self._shared = shared
         self._step: RunningPlan | None = None
         shared.members.append(self)
@@ -79,6 +81,7 @@ class SharedHostExecutor(CostExecutor):
         if len(it.plan.slots):
             it.start_s = max(it.submitted_s, self._ended_s + it.gap_s)
             self.start_s, self.lacks_s = it.start_s, it.seconds
+            self.has_prompts = int(it.plan.num_scheduled.sum()) > len(it.plan.slots)
             self.command(it)
         elif it.end_s is None:
             it.start_s = max(it.submitted_s, self._ended_s)
@@ -90,8 +93,7 @@ class SharedHostExecutor(CostExecutor):
         if len(it.plan.slots):
             longer_s = now - it.start_s - it.seconds
             self.busy_s += longer_s
-            if int(it.plan.num_scheduled.sum()) > len(it.plan.slots):
-                self.prefill_s += longer_s
+            self.prefill_s += longer_s if self.has_prompts else 0.0
         return super().collect()
 
     @property

@@ -126,7 +126,7 @@ class World:
             )
             transfers = self._fabric.add(index, endpoint, clock.now)
             self._transfers.append(transfers)
-        shares_host = len(group.host.slowdown) > 1
+        shares_host = group.host.is_shared
         make_executor: Callable[..., CostExecutor] = CostExecutor
         if group.steps_together:
             rounds = self._rounds.setdefault(id(group), Lockstep(group.cost))

@@ -7,9 +7,11 @@ from tests.pure.twin.deployments import group, run
 from twostroke.cost import HostCost
 from twostroke.twin.workload import of_columns
 
+TWICE = HostCost(slowdown=(1.0, 2.0), prompt_slowdown=(1.0, 2.0))
+
 
 def test_engines_that_share_a_host_slow_each_other_down():
-    engines = [group("both", 2, host=HostCost(slowdown=(1.0, 2.0)), max_num_seqs=1)]
+    engines = [group("both", 2, host=TWICE, max_num_seqs=1)]
     together = run(engines, "burst:inf/s,size=2,in=100,out=40,n=2")
     alone = run(engines, "constant:inf/s,in=100,out=40,n=1")
     assert together.e2e_s.max() == pytest.approx(2 * alone.e2e_s[0], rel=0.01)
@@ -17,7 +19,7 @@ def test_engines_that_share_a_host_slow_each_other_down():
 
 def test_a_step_is_slow_only_as_long_as_others_compute():
     """A short answer and a long one: both at half speed until the short one is done."""
-    engines = [group("both", 2, host=HostCost(slowdown=(1.0, 2.0)), max_num_seqs=1)]
+    engines = [group("both", 2, host=TWICE, max_num_seqs=1)]
     lengths = np.array([10, 60], np.int32)
     two = run(engines, of_columns("two", np.zeros(2), np.full(2, 100, np.int32), lengths))
     short, long = (run(engines, f"constant:inf/s,in=100,out={n},n=1").e2e_s[0] for n in lengths)
@@ -29,7 +31,8 @@ def test_a_step_is_slow_only_as_long_as_others_compute():
 def test_prefill_and_decode_on_one_host():
     """What both engines do at once takes longer; nothing is lost, and the sums hold."""
     load = "poisson:20/s,in=uniform(50,400),out=30,n=40"
-    pair = [group(role, host=HostCost(slowdown=(1.0, 1.7))) for role in ("prefill", "decode")]
+    host = HostCost(slowdown=(1.0, 1.7), prompt_slowdown=(1.0, 1.4))
+    pair = [group(role, host=host) for role in ("prefill", "decode")]
     shared, apart = run(pair, load), run([group("prefill"), group("decode")], load)
     assert shared.done.all()
     assert shared.intervals_s.sum(axis=1) == pytest.approx(shared.e2e_s)
