@@ -20,6 +20,8 @@ Nothing else must run on the machine: on two cores, one process more doubles eve
 import argparse
 import asyncio
 import random
+import signal
+import sys
 import tempfile
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -360,6 +362,7 @@ def main() -> None:
     parser.add_argument("--from", dest="recorded", type=Path, help="what --record kept")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server must outlive us
     figures = {}
     for layout in options.layout:
         if options.recorded:

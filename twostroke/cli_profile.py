@@ -1,5 +1,7 @@
 """`twostroke profile`: what a step costs here, measured or read from what was recorded."""
 
+import signal
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,6 +86,7 @@ def _measure(settings: "EngineConfig", seconds: float, *, show: bool) -> "Profil
     from twostroke.proc.bars import StageBars
     from twostroke.proc.profiling import device_name, device_peaks, measure
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server must not outlive us
     with StageBars() as bars:
         checkpoint = resolve(settings, bars.show)
     with _progress_bar(show) as bar:
