@@ -75,6 +75,8 @@ class SharedHostExecutor(CostExecutor):
         """
         it = self._running[0] if self._running else None
         if it is None or it is self._step:
+            if it is not None and it.end_s == math.inf and len(self._running) > 1:
+                it.end_s = self.looked_up_s(self._clock.now())  # now it has something else to do
             return
         self._step = it
         self._shared.advance(self._clock.now())
