@@ -31,12 +31,14 @@ and a row of x ("levels"): [groups][high 32 x int8 | low 32 x int8 | scale float
 """
 
 import functools
+import math
 
 import torch
 from torch import Tensor
 
 from twostroke.arrays import Int64s
 from twostroke.model.elementwise import LEVELS_BYTES, kernels
+from twostroke.model.memory import HUGE_PAGES
 from twostroke.model.quantised import GROUP, QuantisedWeight
 from twostroke.model.tile_ir import (
     OUTPUTS,
@@ -129,7 +131,8 @@ def _pack(weight: QuantisedWeight) -> Tensor:
     values_bytes = OUTPUTS * GROUP * weight.bits // 8
     numbers = [weight.scales] if weight.minima is None else [weight.scales, weight.minima]
     group_bytes = values_bytes + len(numbers) * _NUMBER_BYTES
-    packed = torch.empty((num_rows // OUTPUTS, num_groups, group_bytes), dtype=torch.uint8)
+    shape = (num_rows // OUTPUTS, num_groups, group_bytes)
+    packed = HUGE_PAGES.empty(math.prod(shape)).view(shape)
     values = weight.values.view(torch.uint8).contiguous()
     pack_values(values.numpy(), weight.bits, num_groups, packed.numpy())
     for i, number in enumerate(numbers):

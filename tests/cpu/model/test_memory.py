@@ -1,52 +1,18 @@
-"""What is handed back stays what it was."""
+"""Memory for weights, cut from chunks."""
 
-import sys
-
-import pytest
 import torch
 
-from twostroke.model.memory import give_back_freed_memory, unmap_clean_pages
-
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+from twostroke.model.memory import HugePages
 
 
-@linux_only
-def test_code_runs_on_when_its_pages_were_let_go() -> None:
-    x = torch.arange(12.0).view(3, 4)
-    before = x @ x.T
-    assert unmap_clean_pages() > 1 << 20
-    assert torch.equal(x @ x.T, before)
-
-
-@linux_only
-def test_what_the_dynamic_linker_or_we_have_written_stays(tmp_path) -> None:
-    import mmap
-
-    file = tmp_path / "file"
-    file.write_bytes(b"a" * (2 * mmap.PAGESIZE))
-    with file.open("rb") as opened:
-        changed = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        untouched = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-    changed[0] = ord("b")
-    address = torch.frombuffer(changed, dtype=torch.uint8).data_ptr()
-    _make_read_only(address, 2 * mmap.PAGESIZE)
-    unmap_clean_pages()
-    assert changed[:2] == b"ba"
-    assert untouched[:2] == b"aa"
-
-
-def _make_read_only(address: int, length: int) -> None:
-    """As the dynamic linker does with what it has relocated."""
-    import ctypes
-    import mmap
-
-    mprotect = ctypes.CDLL(None, use_errno=True).mprotect
-    mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    assert mprotect(address, length, mmap.PROT_READ) == 0
-
-
-def test_freed_memory_may_be_given_back_at_any_time() -> None:
-    kept = torch.arange(1 << 20)
-    del kept
-    give_back_freed_memory()
-    assert int(torch.arange(1 << 20).sum()) == (1 << 20) * ((1 << 20) - 1) // 2
+def test_parts_do_not_overlap_and_outlive_their_maker() -> None:
+    pages = HugePages()
+    sizes = [1, 64, 1000, HugePages.CHUNK_BYTES - 4096, HugePages.CHUNK_BYTES + 1, 100]
+    parts = [pages.empty(size) for size in sizes]
+    del pages
+    for value, part in enumerate(parts):
+        part.fill_(value)
+    for value, (size, part) in enumerate(zip(sizes, parts, strict=True)):
+        assert part.shape == (size,)
+        assert part.data_ptr() % 64 == 0
+        assert torch.equal(part.unique(), torch.tensor([value], dtype=torch.uint8))
