@@ -17,7 +17,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import caching, cgutils
 from numba.extending import intrinsic
 
 from twostroke.config import cache_dir
@@ -43,7 +43,26 @@ def use_kernel_cache(*files: str) -> str:
     if not os.access(directory, os.W_OK):
         return _not_writable()
     numba.config.CACHE_DIR = str(directory)
+    caching.IndexDataCacheFile.load = _load_if_sound
     return str(directory)
+
+
+_load: Callable[[Any, Any], Any] = caching.IndexDataCacheFile.load
+
+
+def _load_if_sound(file: Any, key: Any) -> Any:
+    """What numba keeps under a key; a damaged file, at which it would fail, is as good as none."""
+    try:
+        return _load(file, key)
+    except Exception as error:  # of what reads pickles, any
+        logging.getLogger(__name__).warning(
+            "a compiled kernel is damaged (%s: %s) and compiled again; it was in %s",
+            type(error).__name__,
+            error,
+            numba.config.CACHE_DIR,
+        )
+        file.flush()
+        return None
 
 
 def _not_writable() -> str:

@@ -168,7 +168,7 @@ class CoreProcess:
 
     def _report_progress(self, stage: str, done: int, total: int) -> None:
         if stage in ("weights", "kernels"):  # begins, so what comes before it ends
-            self.start_up.end("code" if stage == "weights" else "kernels, weights")
+            self.start_up.end("kernels" if stage == "weights" else "weights")
         self.outbox.put(EngineProgress(stage, done, total))
 
     # ------------------------------------------------------------ the three threads
