@@ -168,6 +168,7 @@ class Comparison:
     def serve(self, python: str) -> None:
         units = ("mean TTFT, ms", "P99 TTFT, ms", "mean TPOT, ms", "P99 TPOT, ms")
         directory = self.forms.path("directory")
+        say("starting both servers")
         with serving.servers(python, directory, self.logs) as both:
             for index, rate in enumerate(serving.RATES):
                 name = f"serve at {rate:.0f}/s"

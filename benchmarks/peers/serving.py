@@ -31,12 +31,12 @@ METRICS = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms")
 class Server:
     """A server that is ready, at `url`."""
 
-    def __init__(self, command: Command, port: int, log: Path) -> None:
+    def __init__(self, command: Command, port: int, ready: str, log: Path) -> None:
         self.name, self.url = command.name, f"http://127.0.0.1:{port}"
         self.processes = Processes(command, log, piped=False)
         with httpx.Client(base_url=self.url, timeout=60, trust_env=False) as client:
             try:
-                wait_for(client, "/v1/models", self.processes.popen)
+                wait_for(client, ready, self.processes.popen)
             except SystemExit:
                 raise self.processes.failure() from None
 
@@ -61,14 +61,14 @@ def servers(vllm_python: str, model: Path, logs: Path) -> Iterator[list[Server]]
     """Ours and vLLM's, on one directory of weights; each stands still until it is measured."""
     started: list[Server] = []
     try:
-        for name, python, command in (
-            ("twostroke", sys.executable, OUR_COMMAND),
-            ("vllm", vllm_python, VLLM_COMMAND),
+        for name, python, command, ready in (
+            ("twostroke", sys.executable, OUR_COMMAND, "/ready"),
+            ("vllm", vllm_python, VLLM_COMMAND, "/health"),
         ):
             port = free_port()
             words = (python, "-m", *command, str(model), *FLAGS, "--port", str(port))
             side = Command(f"{name} serve", words, environment_of(name, python))
-            started.append(Server(side, port, logs / f"{name}-serve.log"))
+            started.append(Server(side, port, ready, logs / f"{name}-serve.log"))
             started[-1].processes.pause()
         yield started
     finally:
