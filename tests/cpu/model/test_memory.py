@@ -1,8 +1,53 @@
-"""Memory for weights, cut from chunks."""
+"""What is handed back stays what it was; memory for weights, cut from chunks."""
 
+import ctypes
+import mmap
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 
-from twostroke.model.memory import HugePages
+from twostroke.model.memory import HugePages, give_back_freed_memory, unmap_clean_pages
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+
+
+@linux_only
+def test_code_runs_on_when_its_pages_were_let_go() -> None:
+    x = torch.arange(12.0).view(3, 4)
+    before = x @ x.T
+    assert unmap_clean_pages() > 1 << 20
+    assert torch.equal(x @ x.T, before)
+
+
+@linux_only
+def test_what_the_dynamic_linker_or_we_have_written_stays(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"a" * (2 * mmap.PAGESIZE))
+    with file.open("rb") as opened:
+        changed = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        untouched = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    changed[0] = ord("b")
+    address = torch.frombuffer(changed, dtype=torch.uint8).data_ptr()
+    _make_read_only(address, 2 * mmap.PAGESIZE)
+    unmap_clean_pages()
+    assert changed[:2] == b"ba"
+    assert untouched[:2] == b"aa"
+
+
+def _make_read_only(address: int, length: int) -> None:
+    """As the dynamic linker does with what it has relocated."""
+    mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+    mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    assert mprotect(address, length, mmap.PROT_READ) == 0
+
+
+def test_freed_memory_may_be_given_back_at_any_time() -> None:
+    kept = torch.arange(1 << 20)
+    del kept
+    give_back_freed_memory()
+    assert int(torch.arange(1 << 20).sum()) == (1 << 20) * ((1 << 20) - 1) // 2
 
 
 def test_parts_do_not_overlap_and_outlive_their_maker() -> None:
