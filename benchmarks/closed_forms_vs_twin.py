@@ -39,7 +39,7 @@ COSTS = {
 FAST = LinkCost(base_s=1e-3, bytes_per_s=40e9)
 TOLERANCE = 0.05
 PRECISE = 0.01
-SEEDS = 8
+SEEDS = 24
 
 
 @dataclass(frozen=True, kw_only=True)
