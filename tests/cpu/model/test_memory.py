@@ -1,6 +1,9 @@
-"""What is handed back stays what it was."""
+"""What is handed back stays what it was; memory for weights, cut from chunks."""
 
+import ctypes
+import mmap
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +22,7 @@ def test_code_runs_on_when_its_pages_were_let_go() -> None:
 
 
 @linux_only
-def test_what_the_dynamic_linker_or_we_have_written_stays(tmp_path) -> None:
-    import mmap
-
+def test_what_the_dynamic_linker_or_we_have_written_stays(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"a" * (2 * mmap.PAGESIZE))
     with file.open("rb") as opened:
@@ -37,9 +38,6 @@ def test_what_the_dynamic_linker_or_we_have_written_stays(tmp_path) -> None:
 
 def _make_read_only(address: int, length: int) -> None:
     """As the dynamic linker does with what it has relocated."""
-    import ctypes
-    import mmap
-
     mprotect = ctypes.CDLL(None, use_errno=True).mprotect
     mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     assert mprotect(address, length, mmap.PROT_READ) == 0
