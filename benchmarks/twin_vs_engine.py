@@ -1,7 +1,7 @@
 """The twin against our own engine on this machine: fitted on one load, predicting others.
 
     python benchmarks/twin_vs_engine.py [--model M] [--layout both 1p1d] [--seconds 75]
-        [--requests 36] [--rounds 2] [--repeats 2] [--record DIR] [--json]
+        [--requests 30] [--rounds 2] [--repeats 2] [--record DIR] [--json]
     python benchmarks/twin_vs_engine.py --from DIR        the same without engines
 
 For each layout a server is started and profiled over a grid of prompts (`twostroke profile`), then
@@ -355,7 +355,7 @@ def main() -> None:
     parser.add_argument("--model", default="", help="default: SmolLM2")
     parser.add_argument("--layout", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--seconds", type=float, default=75.0, help="of profiling, a layout")
-    parser.add_argument("--requests", type=int, default=36, help="of a round")
+    parser.add_argument("--requests", type=int, default=30, help="of a round")
     parser.add_argument("--rounds", type=int, default=2, help="with other arrivals and lengths")
     parser.add_argument("--repeats", type=int, default=2, help="of the same rounds")
     parser.add_argument("--record", type=Path, help="directory to keep what was measured in")
