@@ -138,10 +138,10 @@ def _boundaries(first: Int32s, counts: Int32s, size: int) -> tuple[Int64s, Int64
 
     Row i has counts[i] of them, from turn first[i] on.
     """
-    rows = np.repeat(np.arange(len(counts)), counts)
-    nth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows = np.arange(len(counts)).repeat(counts)
+    nth = np.arange(len(rows)) - (counts.cumsum() - counts).repeat(counts)
     turns = first[rows] + nth * size
-    order = np.lexsort((rows, turns))
+    order = turns.argsort(kind="stable")  # the rows are in order
     return turns[order], rows[order]
 
 
@@ -151,7 +151,7 @@ def _take_blocks(state: EngineState, turns: int) -> None:
     total = int(np.add.reduce(counts))
     if not total:
         return
-    grown = np.flatnonzero(counts)
+    grown = counts.nonzero()[0]
     lacking, counts = slots[grown], counts[grown]
     first = seats.room[lacking] - seats.computed[lacking] + 1
     tables = [state.request_at(slot).table for slot in lacking.tolist()]
@@ -166,7 +166,7 @@ def _register_blocks(state: EngineState, turns: int) -> None:
         return
     seats, slots, size = state.seats, state.running, state.config.block_size
     full = seats.known[slots] + turns - 1  # in the last turn's begin, as the scheduler sees it
-    due = np.flatnonzero(full >= seats.register_at[slots])
+    due = (full >= seats.register_at[slots]).nonzero()[0]
     if not len(due):
         return
     slots, full = slots[due], full[due]

@@ -13,7 +13,7 @@ is columns, so that a whole prompt's blocks are taken, pinned or released in a f
 
 import numpy as np
 
-from twostroke.messages import Int32s
+from twostroke.messages import Int32s, Int64s
 
 NULL_BLOCK = 0
 NO_BLOCKS: Int32s = np.empty(0, np.int32)
@@ -31,6 +31,7 @@ class BlockPool:
         self.references: Int32s = np.zeros(num_blocks, np.int32)
         self._queue: Int32s = np.empty(2 * num_blocks + _SLACK_ENTRIES, np.int32)
         self._queue[: self.num_free] = np.arange(1, num_blocks)
+        self._places = np.arange(len(self._queue))
         self._place_of = np.arange(-1, num_blocks - 1)  # of a block's entry in the queue
         self._head, self._tail = 0, self.num_free
 
@@ -56,12 +57,11 @@ class BlockPool:
         taken = [NO_BLOCKS]
         while count:
             end = min(self._head + max(count, _LEAST_LOOK), self._tail)
-            entries = self._queue[self._head : end]
-            places = np.flatnonzero(self._place_of[entries] == np.arange(self._head, end))[:count]
-            taken.append(entries[places])
+            places = self._counting(self._head, end)[:count]
+            taken.append(self._queue[self._head : end][places])
             count -= len(places)
             self._head = self._head + int(places[-1]) + 1 if not count else end
-        return np.concatenate(taken)
+        return taken[1] if len(taken) == 2 else np.concatenate(taken)
 
     def pin(self, blocks: Int32s) -> None:
         """Add a reference to each of these blocks, all different, out of the free list or not."""
@@ -86,7 +86,7 @@ class BlockPool:
             self._close_up()
         end = self._tail + len(freed)
         self._queue[self._tail : end] = freed
-        self._place_of[freed] = np.arange(self._tail, end)
+        self._place_of[freed] = self._places[self._tail : end]
         self._tail = end
         self.num_free += len(freed)
 
@@ -99,6 +99,11 @@ class BlockPool:
 
     def free_blocks(self) -> Int32s:
         """The free list, front to back."""
-        entries = self._queue[self._head : self._tail]
-        free: Int32s = entries[self._place_of[entries] == np.arange(self._head, self._tail)]
-        return free
+        return self._queue[self._head : self._tail][self._counting(self._head, self._tail)]
+
+    def _counting(self, start: int, end: int) -> Int64s:
+        """Which entries of this part of the queue count, from `start` on."""
+        places: Int64s = (
+            self._place_of[self._queue[start:end]] == self._places[start:end]
+        ).nonzero()[0]
+        return places

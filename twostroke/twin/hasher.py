@@ -11,6 +11,7 @@ blocks of one token id that follow a prefix, and one to a block of several. Maps
 columns, so that a prompt of a thousand blocks is looked up, entered or forgotten at once.
 """
 
+import sys
 from array import array
 from collections.abc import Sequence
 from itertools import pairwise
@@ -24,6 +25,7 @@ from twostroke.kv.prefix import LANES, UInt64s
 _RUN = 32  # blocks, of 16 tokens those of Mooncake's 512
 _MIXED = -1  # in place of a token id
 _NO_KEY = -1
+_FEW = 32  # blocks that are looked at one by one
 
 
 class RunHasher:
@@ -56,8 +58,8 @@ class RunHasher:
     ) -> "tuple[array[int], UInt64s]":
         size, keys = self._block_size, array("i")
         num_blocks = len(tokens) // size
-        if not num_blocks:
-            return keys, sums
+        if num_blocks <= _FEW:
+            return self._extend_singly(sums, tokens[: num_blocks * size].tobytes())
         blocks = tokens[: num_blocks * size].reshape(num_blocks, size)
         tokens_of = blocks[:, 0]
         mixed = (blocks != tokens_of[:, None]).any(axis=1)
@@ -82,16 +84,30 @@ class RunHasher:
         keys.frombytes(numbers.astype(np.int32).tobytes())
         return keys, self._sums_of(last)
 
+    def _extend_singly(self, sums: UInt64s, content: bytes) -> "tuple[array[int], UInt64s]":
+        """The same for a few blocks, which lie there one behind the other."""
+        keys, last, size = array("i"), int(sums[0]) - 1, 4 * self._block_size
+        for start in range(0, len(content), size):
+            block = content[start : start + size]
+            last = self._next(last, block)
+            keys.append(last)
+        return (keys, self._sums_of(last)) if keys else (keys, sums)
+
+    def _next(self, last: int, block: bytes) -> int:
+        """The number of a block that follows the prefix `last`."""
+        token = block[:4]
+        if token * self._block_size != block:
+            return self._mixed(last, block)
+        return self._follower(last, int.from_bytes(token, sys.byteorder))
+
     def extend_many(
         self, sums: UInt64s, blocks: Int32s, tokens: Int32s
     ) -> tuple[Sequence[int], UInt64s]:
-        mixed = (tokens != tokens[:, :1]).any(axis=1).tolist()
-        keys = []
-        for row, last in enumerate(sums[:, 0].tolist()):
-            if mixed[row]:
-                keys.append(self._mixed(last - 1, tokens[row].tobytes()))
-            else:
-                keys.append(self._follower(last - 1, int(tokens[row, 0])))
+        content, size = tokens.tobytes(), 4 * self._block_size
+        keys = [
+            self._next(last - 1, content[row * size : (row + 1) * size])
+            for row, last in enumerate(sums[:, 0].tolist())
+        ]
         ends = np.zeros_like(sums)
         ends[:, 0] = np.array(keys) + 1
         return keys, ends
@@ -106,8 +122,9 @@ class RunHasher:
         """The number of the block of this one token that follows the prefix `last`."""
         if last >= 0 and (last + 1) % _RUN and self._token_of[last // _RUN] == token:
             return last + 1
-        first = self._first.setdefault((last, token), len(self))
-        if first == len(self):
+        first = self._first.get((last, token))
+        if first is None:
+            first = self._first[last, token] = len(self)
             self._token_of.append(token)
         return first
 
@@ -134,8 +151,8 @@ class NumberMap:
 
     def _column(self, keys: "array[int] | list[int]") -> Int32s:
         """The keys as a column, with room for all of them."""
-        if len(self._block_of) < len(self._hasher):
-            room = np.zeros(2 * len(self._hasher), np.int32)
+        if len(self._block_of) < (size := len(self._hasher)):
+            room = np.zeros(2 * size, np.int32)
             room[: len(self._block_of)] = self._block_of
             self._block_of = room
         return np.array(keys, np.int32)
