@@ -49,7 +49,7 @@ def skippable_turns(state: EngineState) -> int:
         or np.count_nonzero(seats.special[slots])
     ):
         return 0
-    turns = int((seats.stop_at[slots] - known).min()) - 1
+    turns = int(np.minimum.reduce(seats.stop_at[slots] - known)) - 1
     return _turns_with_blocks(state, turns) if turns > 0 else 0
 
 

@@ -46,7 +46,7 @@ class Results:
             failed_loads = fail_loads(self._state, step, result.kv)
         errors = {error.row: error.error for error in result.errors}
         if rows:
-            starts = np.cumsum(result.num_sampled, dtype=np.int32) - result.num_sampled
+            starts = result.num_sampled.cumsum(dtype=np.int32) - result.num_sampled
             slow = self._apply_plain(step, result, starts, outcome, failed_loads, errors)
             for row in slow:
                 self._apply_row(step, result, row, int(starts[row]), outcome, failed_loads, errors)
@@ -105,14 +105,15 @@ class Results:
             if np.count_nonzero(fills):
                 self._state.register_blocks(slots[fills], full[fills])
         outcome.num_kept[plain] = 1
-        return np.flatnonzero(slow).tolist()
+        rows: list[int] = slow.nonzero()[0].tolist()
+        return rows
 
     def _trim_tokens(self, result: StepResult, starts: Int32s, outcome: Outcome) -> None:
         """Keep the first `num_kept` tokens of each row in the outcome's flat tokens."""
         sampled, kept = result.num_sampled, outcome.num_kept
         if len(outcome.token_ids) and not np.array_equal(sampled, kept):
-            place = np.arange(len(outcome.token_ids)) - np.repeat(starts, sampled)
-            outcome.token_ids = outcome.token_ids[place < np.repeat(kept, sampled)]
+            place = np.arange(len(outcome.token_ids)) - starts.repeat(sampled)
+            outcome.token_ids = outcome.token_ids[place < kept.repeat(sampled)]
 
     # ------------------------------------------------------------ rows one by one
 

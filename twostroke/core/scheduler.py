@@ -116,7 +116,7 @@ class Scheduler:
         wanted[(pending > 0) & (computed + 2 - pending >= seats.end[slots])] = 0
         np.maximum(wanted, 0, out=wanted)
         if int(np.add.reduce(wanted)) > step.budget:
-            before = np.cumsum(wanted) - wanted
+            before = wanted.cumsum() - wanted
             wanted = np.clip(step.budget - before, 0, wanted).astype(np.int32)
         after = computed + wanted
         needed = np.minimum(after + self.state.lookahead, config.max_model_len)
@@ -146,7 +146,7 @@ class Scheduler:
         suffice, one by one near the end of the pool or with a window, which gives some back.
         """
         seats, kv = self.seats, self.kv
-        places = np.flatnonzero(short)
+        places = short.nonzero()[0]
         if not len(places):
             return len(slots)
         lacking = slots[places]

@@ -140,7 +140,7 @@ class Seats:
         """Extend prefix keys of these seats over the full blocks of their first `up_to` tokens."""
         size = self._kv.block_size
         first = self.num_keys[slots]
-        if int((up_to // size - first).max()) >= len(slots):
+        if int(np.maximum.reduce(up_to // size - first)) >= len(slots):
             for slot, start, end in zip(
                 slots.tolist(), first.tolist(), up_to.tolist(), strict=True
             ):

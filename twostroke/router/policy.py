@@ -24,6 +24,7 @@ the least recently sent are forgotten once they exceed its pool. A wrong guess c
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,8 +101,7 @@ class PrefixIndex:
         fine = keys[:FINE_BLOCKS]
         added = dict.fromkeys(reversed(keys[FINE_BLOCKS:]), COARSE)
         added |= dict.fromkeys(reversed(fine), 1)
-        for key in added.keys() & self._keys.keys():
-            self._num_blocks -= self._keys.pop(key)
+        self._num_blocks -= sum(map(self._keys.pop, added, repeat(0)))  # those it has: now newest
         self._keys.update(added)
         self._num_blocks += blocks_of(len(added))
         # Many at once: to find the oldest a dictionary passes over all that were deleted before.

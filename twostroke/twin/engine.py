@@ -107,7 +107,7 @@ class TwinEngine:
     def _disturb(self, now: float, *, at_once: bool) -> bool:
         if self._ends is not None:
             # Turns that have ended by now; the next one is under way and runs to its end.
-            turns = int(np.searchsorted(self._ends[: self._turns], now, side="right"))
+            turns = int(self._ends[: self._turns].searchsorted(now, side="right"))
             if at_once:
                 # What has come counts before the tokens of the step under way do.
                 self._skip(turns)
@@ -135,7 +135,7 @@ class TwinEngine:
         """What it would say of itself at `now`, if that differs from what it has said."""
         if self._ends is None:
             return None
-        turns = int(np.searchsorted(self._ends[: self._turns], now, side="right"))
+        turns = int(self._ends[: self._turns].searchsorted(now, side="right"))
         if turns == self._turns_told:
             return None
         if self._outlook is None:
@@ -235,7 +235,7 @@ class TwinEngine:
             # Turn i begins at the end of turn i - 1; one that begins at the deadline is not plain.
             if self.clock.now() >= deadline_s:
                 return False
-            turns = min(turns, int(np.searchsorted(ends, deadline_s, side="left")) + 1)
+            turns = min(turns, int(ends.searchsorted(deadline_s, side="left")) + 1)
             if turns < MIN_TURNS:
                 return False
         self._take_outputs()

@@ -206,11 +206,11 @@ class CostExecutor:
         spans[:, 0], spans[:, 1] = gap_s, costs
         flat = spans.reshape(-1)
         if self._running:
-            sums: Float64s = np.cumsum(np.concatenate(([self.end_of_oldest_s], flat)))
+            sums: Float64s = np.concatenate(([self.end_of_oldest_s], flat)).cumsum()
             return sums[::2]
         flat[0] = 0.0
         first_s = max(self._clock.now(), self._ended_s + gap_s)
-        return np.cumsum(np.concatenate(([first_s], flat)))[2::2]
+        return np.concatenate(([first_s], flat)).cumsum()[2::2]
 
     def skip(self, turns: int, ends: Float64s) -> KvReport | None:
         """So many plain decode turns were taken, with the ends that `ends_of_decodes` gave.

@@ -64,7 +64,7 @@ class RunHasher:
         tokens_of = blocks[:, 0]
         mixed = (blocks != tokens_of[:, None]).any(axis=1)
         ends = (tokens_of[1:] != tokens_of[:-1]) | mixed[1:] | mixed[:-1]
-        starts = [0, *(np.flatnonzero(ends) + 1).tolist(), num_blocks]
+        starts = [0, *(ends.nonzero()[0] + 1).tolist(), num_blocks]
         last, firsts, counts = int(sums[0]) - 1, [], []
         for start, end in pairwise(starts):
             if mixed[start]:
@@ -79,8 +79,9 @@ class RunHasher:
                 firsts.append(first)
                 counts.append(count)
                 last, missing = first + count - 1, missing - count
-        offsets = np.array(firsts) - (np.cumsum(counts) - counts)
-        numbers = np.repeat(offsets, counts) + np.arange(num_blocks)
+        lengths = np.array(counts)
+        offsets = np.array(firsts) - (lengths.cumsum() - lengths)
+        numbers = offsets.repeat(lengths) + np.arange(num_blocks)
         keys.frombytes(numbers.astype(np.int32).tobytes())
         return keys, self._sums_of(last)
 
