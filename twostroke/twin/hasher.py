@@ -60,25 +60,22 @@ class RunHasher:
         num_blocks = len(tokens) // size
         if num_blocks <= _FEW:
             return self._extend_singly(sums, tokens[: num_blocks * size].tobytes())
-        blocks = tokens[: num_blocks * size].reshape(num_blocks, size)
-        tokens_of = blocks[:, 0]
-        mixed = (blocks != tokens_of[:, None]).any(axis=1)
-        ends = (tokens_of[1:] != tokens_of[:-1]) | mixed[1:] | mixed[:-1]
-        starts = [0, *(ends.nonzero()[0] + 1).tolist(), num_blocks]
-        last, firsts, counts = int(sums[0]) - 1, [], []
-        for start, end in pairwise(starts):
-            if mixed[start]:
-                last = self._mixed(last, blocks[start].tobytes())
+        tokens = tokens[: num_blocks * size]
+        changes = (tokens[1:] != tokens[:-1]).nonzero()[0] + 1
+        last, block, firsts, counts = int(sums[0]) - 1, 0, [], []
+        for start, end in pairwise([0, *changes.tolist(), len(tokens)]):
+            if block * size < start:  # it began with other tokens
+                last = self._mixed(last, tokens[block * size : (block + 1) * size].tobytes())
                 firsts.append(last)
                 counts.append(1)
-                continue
-            token, missing = int(tokens_of[start]), end - start
-            while missing:
-                first = self._follower(last, token)
+                block += 1
+            missing = end // size - block
+            while missing > 0:
+                first = self._follower(last, int(tokens[start]))
                 count = min(missing, _RUN - first % _RUN)
                 firsts.append(first)
                 counts.append(count)
-                last, missing = first + count - 1, missing - count
+                last, block, missing = first + count - 1, block + count, missing - count
         lengths = np.array(counts)
         offsets = np.array(firsts) - (lengths.cumsum() - lengths)
         numbers = offsets.repeat(lengths) + np.arange(num_blocks)
