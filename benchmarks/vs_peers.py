@@ -180,7 +180,7 @@ class Comparison:
                     for row, metric in zip(rows, serving.METRICS, strict=True):
                         row.ours.append(ours[metric])
                         row.theirs.append(theirs[metric])
-                    self._say(f"{name} {units[0]}", rows[0], number)
+                    self._say(name, rows[0], number)
                 self.rows += rows
 
     def drafts(self) -> None:
