@@ -144,8 +144,7 @@ class EngineState:
         """Enter blocks that seated requests fill, up to `full` known tokens, into the cache."""
         self.seats.hash_blocks(slots, full)
         tables = [self.request_at(slot).table for slot in slots.tolist()]
-        for table, num_tokens in zip(tables, full.tolist(), strict=True):
-            self.kv.register(table, num_tokens)
+        self.kv.register_all(tables, full.tolist())
         size = self.config.block_size
         self.seats.register_at[slots] = (full // size + 1) * size
 

@@ -47,9 +47,9 @@ class BlockTable:
         self.num_registered: int | None = None
         self.may_read = may_read
 
-    def column(self, start: int = 0, end: int | None = None) -> Int32s:
-        """Blocks `start` to `end`; to be dropped before the table changes."""
-        return np.frombuffer(self.blocks, np.int32)[start:end] if self.blocks else NO_BLOCKS
+    def column(self) -> Int32s:
+        """The blocks, at least one, as a column; to be dropped before the table changes."""
+        return np.frombuffer(self.blocks, np.int32)
 
 
 class _Memo:
@@ -200,13 +200,22 @@ class KvManager:
 
         The keys must reach that far. Does nothing when caching is off.
         """
+        self.register_all([table], [num_tokens])
+
+    def register_all(self, tables: Sequence[BlockTable], num_tokens: Sequence[int]) -> None:
+        """The same for several tables, in order."""
         if not self.caching:
             return
-        start = table.num_registered or 0
-        end = min(num_tokens // self.block_size, len(table.blocks))
-        if end > start:
-            self._map.add(table.keys[start:end], table.column(start, end))
-            table.num_registered = end
+        keys, blocks = self.hasher.no_keys(), array("i")
+        for table, num in zip(tables, num_tokens, strict=True):
+            start = table.num_registered or 0
+            end = min(num // self.block_size, len(table.blocks))
+            if end > start:
+                keys += table.keys[start:end]
+                blocks += table.blocks[start:end]
+                table.num_registered = end
+        if blocks:
+            self._map.add(keys, np.frombuffer(blocks, np.int32))
 
     def register_in_turns(
         self, tables: Sequence[BlockTable], counts: list[int], order: Sequence[int] | Int64s
