@@ -5,6 +5,7 @@ import pytest
 
 from twostroke.config import SchedulerConfig
 from twostroke.kv.manager import IntegrityError, KvManager
+from twostroke.kv.prefix import PrefixHasher, PrefixMap
 
 TOKENS = np.arange(64, dtype=np.int32)
 
@@ -315,3 +316,15 @@ def test_integrity_sees_lost_blocks():
     kv.pool.references[3] = 0
     with pytest.raises(IntegrityError, match="7 free and 2 held blocks; the pool has 10"):
         kv.check_integrity(tables)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 0, 1], [1, 0, 1, 0]])
+def test_of_two_blocks_with_one_key_the_first_in_turn_is_served(order):
+    kv = make()
+    kv.use_keys(PrefixHasher(4), PrefixMap(11))
+    tables = [new_table(kv), new_table(kv)]
+    for table in tables:
+        assert allocate(kv, table, 12, delay_registration=True)
+    kv.register_in_turns(tables, [2, 2], order)
+    assert kv.lookup(new_table(kv), 10).tolist() == tables[order[0]].blocks[:2].tolist()
+    kv.check_integrity(tables)
