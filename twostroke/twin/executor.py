@@ -133,10 +133,17 @@ class CostExecutor:
                     it.end_s = it.start_s + self._idle_s()
                 else:
                     return
-            elif it.end_s == math.inf and len(self._running) > 1:
-                # It had nothing else to do, and now it has.
-                it.end_s = self.looked_up_s(self._clock.now())
+            elif nth == 0:
+                self._stop_waiting(it)
             before_s = it.end_s
+
+    def _stop_waiting(self, oldest: RunningPlan) -> None:
+        """If it waits for nothing but a transfer and there is another plan now: with the next look.
+
+        Without that the other plan would have no end, and the engine stand still until a deadline.
+        """
+        if oldest.end_s == math.inf and len(self._running) > 1:
+            oldest.end_s = self.looked_up_s(self._clock.now())
 
     def command(self, it: RunningPlan) -> None:
         """A worker does what a plan says about transfers when it comes to that plan."""

@@ -74,9 +74,10 @@ class SharedHostExecutor(CostExecutor):
         A step's end is not known for certain before it is over, but that it has begun is.
         """
         it = self._running[0] if self._running else None
-        if it is None or it is self._step:
-            if it is not None and it.end_s == math.inf and len(self._running) > 1:
-                it.end_s = self.looked_up_s(self._clock.now())  # now it has something else to do
+        if it is None:
+            return
+        if it is self._step:
+            self._stop_waiting(it)
             return
         self._step = it
         self._shared.advance(self._clock.now())

@@ -47,7 +47,7 @@ class Lockstep:
         """A new round, if the last one is over and anybody has a plan."""
         if now < self.end_s:
             return
-        plans = [member.next_plan() for member in self.members]
+        plans = [member.next_plan(now) for member in self.members]
         rows = max((len(it.plan.slots) for it in plans if it is not None), default=0)
         if not rows:
             return
@@ -77,18 +77,20 @@ class LockstepExecutor(CostExecutor):
         if isinstance(self._clock, VirtualClock) and now > self._clock.now():
             self._clock.advance_to(now)
 
-    def next_plan(self) -> RunningPlan | None:
+    def next_plan(self, now: float) -> RunningPlan | None:
         """The oldest plan that has not run, if its turn has come; None: this one has nothing."""
-        it = next((it for it in self._running if it.end_s is None), None)
-        return it if it is not None and len(it.plan.slots) else None
+        it = next((it for it in self._running if it.end_s is None or it.end_s > now), None)
+        return it if it is not None and it.end_s is None and len(it.plan.slots) else None
 
     def _resolve(self) -> None:
         """The oldest plan waits for transfers if it has no rows; the others for their rounds."""
         oldest = self._running[0] if self._running else None
-        if oldest is not None and oldest.end_s is None and not len(oldest.plan.slots):
-            oldest.start_s = max(oldest.submitted_s, self._ended_s)
-            self.command(oldest)
-            oldest.end_s = oldest.start_s + self._idle_s()
+        if oldest is not None and not len(oldest.plan.slots):
+            if oldest.end_s is None:
+                oldest.start_s = max(oldest.submitted_s, self._ended_s)
+                self.command(oldest)
+                oldest.end_s = oldest.start_s + self._idle_s()
+            self._stop_waiting(oldest)
         self._group.begin(self._clock.now())
 
     @property

@@ -106,7 +106,9 @@ class Fabric:
         """Move flows on to `time_s`; returns the engines that have something to report now."""
         told: dict[int, EngineTransfers] = {}
         for key, _ in self.network.advance(time_s):
-            owner = self._owner.pop(key)
+            owner = self._owner.pop(key, None)
+            if owner is None:  # its load has just failed by another piece
+                continue
             owner.arrived(key, time_s)
             if owner.has_report:
                 told[owner.index] = owner
@@ -207,12 +209,14 @@ class EngineTransfers:
         ticket = state.open_pieces.pop(key).ticket
         source = self._fabric.find(ticket.endpoint.engine_id)
         if source is None or source.leases.get(ticket.lease_slot) != ticket.transfer_id:
-            self._end(load_id, error="KV transfer failed: its lease had ended; try again")
+            error = "KV transfer failed: its lease had ended; try again"
+            self._end(load_id, error=error, time_s=time_s)
         elif state.is_told_all and not state.open_pieces:
             self._end(load_id, time_s=time_s)
 
     def _end(self, load_id: int, *, error: str = "", time_s: float | None = None) -> None:
         """Report a load's end, once; one that is not known has failed."""
+        # The engine's own clock may be behind that of the network, which calls with its time.
         now = self._now() if time_s is None else time_s
         state = self._loads.pop(load_id, None) or _Load(now)
         for key in state.open_pieces:

@@ -79,6 +79,19 @@ def test_a_plan_without_rows_waits_for_a_transfer():
     assert executor.collect().kv.loads[0].load_id == 1
 
 
+def test_it_stops_waiting_when_there_is_another_plan():
+    clock, executor = make(transfers=Loads())
+    executor.submit(plan(0, ()))
+    clock.advance_to(0.012)
+    executor.submit(plan(1))
+    assert executor.end_of_oldest_s == pytest.approx(3 * IDLE_WAIT_S)
+    clock.advance_to(executor.end_of_oldest_s)
+    executor.collect()
+    assert executor.end_of_oldest_s == pytest.approx(3 * IDLE_WAIT_S + 1.01)
+    # It has a start, so that it can be said when it hears of what comes.
+    assert executor.looked_up_s(0.016) == pytest.approx(4 * IDLE_WAIT_S)
+
+
 def test_behind_a_step_it_waits_no_longer_than_a_worker_does():
     loads = Loads()
     clock, executor = make(transfers=loads)

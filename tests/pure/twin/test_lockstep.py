@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from tests.pure.twin.deployments import COST, group, run
+from tests.pure.twin.test_executor import Loads, plan
+from twostroke.clock import VirtualClock
 from twostroke.cost import StepColumns, StepWork
+from twostroke.twin.executor import IDLE_WAIT_S
 from twostroke.twin.hardware import GPUS
-from twostroke.twin.lockstep import group_step_s
+from twostroke.twin.lockstep import Lockstep, LockstepExecutor, group_step_s
 from twostroke.twin.models import find_shape
 from twostroke.twin.roofline import Parallel, Roofline
 from twostroke.twin.scenario import EngineGroup, Result
@@ -78,6 +81,22 @@ def test_equal_engines_take_the_step_of_one() -> None:
     assert group_step_s(cost, [work, work]) == pytest.approx(cost.step_s(work))
     nothing = StepWork(0, 0, 0, 0, 0)
     assert cost.parts(work).launches < group_step_s(cost, [work, nothing]) < cost.step_s(work)
+
+
+def test_a_plan_waits_for_the_one_before_it_which_then_waits_no_longer_for_a_transfer() -> None:
+    clock = VirtualClock()
+    executor = LockstepExecutor(
+        Lockstep(COST), clock, COST, max_num_seqs=4, token_of=int, transfers=Loads()
+    )
+    executor.submit(plan(0, ()))
+    assert executor.end_of_oldest_s == np.inf
+    executor.submit(plan(1))
+    assert executor.end_of_oldest_s == IDLE_WAIT_S
+    clock.advance_to(IDLE_WAIT_S)
+    assert executor.is_due
+    executor.collect()
+    step_s = COST.step_s(StepWork(1, 1, 1, 10, 11))
+    assert executor.end_of_oldest_s == pytest.approx(IDLE_WAIT_S + step_s, rel=1e-3)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -59,10 +59,14 @@ class Pair:
         self.p.apply(KvCommands(leases=[(3, TID)]))
 
     def run(self, until_s=1e9):
+        return self.d.report().loads if self.run_until_told(until_s) else []
+
+    def run_until_told(self, until_s=1e9):
+        """Until somebody has something to report; who."""
         while (next_s := self.fabric.network.next_event_s()) <= until_s:
             self.clock.advance_to(next_s)
-            if self.fabric.advance(next_s):
-                return self.d.report().loads
+            if told := self.fabric.advance(next_s):
+                return told
         return []
 
 
@@ -95,6 +99,26 @@ def test_a_load_whose_lease_ended_meanwhile_has_failed():
     pair.p.apply(KvCommands(leases=[(3, b"")]))
     (end,) = pair.run()
     assert "lease" in end.error
+
+
+def test_a_stream_whose_lease_ended_fails_once_at_the_time_of_its_first_piece():
+    """Two pieces arrive at once, at an engine whose clock is behind: it cruises."""
+    pair = Pair()
+    behind = VirtualClock()
+    d = pair.fabric.add(2, endpoint("d2", kv()), behind.now)
+    both, only = [5, 6], [1, 2]
+    pieces = [
+        load_of(pair.source, both[:1], only[:1], num_tokens=16, is_last=False),
+        load_of(pair.source, both, only, num_tokens=32, first=16),
+    ]
+    d.apply(KvCommands(loads=pieces))
+    pair.p.apply(KvCommands(leases=[(3, b"")]))
+    assert pair.run_until_told() == [d]
+    (end,) = d.report().loads
+    assert "lease" in end.error
+    assert end.ended_s == pytest.approx(0.5 + 32 * kv().token_bytes / 1e6)
+    assert not d.is_busy
+    assert len(pair.fabric.network) == 0
 
 
 def test_a_load_given_up_ends_at_once_and_leaves_the_link():

@@ -1,5 +1,7 @@
 """Whole runs: what they must add up to, and that taking steps in one go changes nothing."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
@@ -145,6 +147,28 @@ def test_transfers_share_a_link():
     waits = many.intervals_s[:, Interval.TRANSFER]
     assert waits.max() == pytest.approx(4 * alone_s, rel=0.1)
     assert many.link_bytes["D0 in"] == 4 * 160 * TOKEN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("host", "steps_together"),
+    [(HostCost(), False), (HostCost(slowdown=(1.0, 1.5)), False), (HostCost(), True)],
+)
+def test_streams_over_a_slow_link_do_not_stand_still(host, steps_together):
+    """Workers wait for pieces, and for nothing else, while the next plan is made."""
+    alike = {"num_blocks": 120, "max_num_batched_tokens": 128, "host": host}
+    engines = [
+        replace(group(role, **alike), steps_together=steps_together)
+        for role in ("prefill", "decode", "both")
+    ]
+    result = run(
+        engines,
+        "poisson:100/s,in=uniform(100,900),out=20,n=6,turns=3,gap=0.1",
+        link=Link(bandwidth=BandwidthCurve((0.0,), (1e7,)), base_s=0.001),
+        settings=DispatchSettings(kv_mode="stream"),
+    )
+    assert result.done.all()
+    assert not result.errors
+    assert result.duration_s < 10
 
 
 def test_a_link_that_is_down_only_delays():
