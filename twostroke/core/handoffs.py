@@ -31,8 +31,8 @@ class Handoffs:
                 self._connector.renew(transfer_ids)
             case KvConnect(endpoint):
                 self._connector.connect(endpoint)
-            case KvDisconnect(engine_id):
-                self._connector.disconnect(engine_id)
+            case _:
+                self._connector.disconnect(message.engine_id)
 
     def settle(self) -> tuple[list[Finished], list[tuple[int, EventKind]]]:
         """Apply what is over: requests that can run, those that end, and blocks to free.

@@ -6,6 +6,7 @@ import numpy as np
 
 from twostroke.clock import VirtualClock
 from twostroke.config import SchedulerConfig
+from twostroke.core.executor import Executor
 from twostroke.core.loop import EngineCore
 from twostroke.messages import (
     AddRequest,
@@ -53,7 +54,7 @@ class Engine:
         self.core = EngineCore(
             self.config, self.clock, connector=connector, check=check, faithful=faithful
         )
-        self.executor = executor or FakeExecutor(block_size=self.config.block_size)
+        self.executor: Executor = executor or FakeExecutor(block_size=self.config.block_size)
         self.depth = 2 if self.config.async_scheduling else 1
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, Finished] = {}

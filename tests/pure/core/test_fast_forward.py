@@ -162,6 +162,7 @@ def test_no_more_turns_than_blocks():
     [
         ([8, 8], {"max_num_seqs": 4, "num_blocks": 5, "block_size": 4}),  # one waits for blocks
         ([40], {"max_num_batched_tokens": 16}),  # chunks
+        ([40], {"max_num_batched_tokens": 16, "async_scheduling": False}),
         ([8], {"sliding_window": 8}),
         ([8], {"num_spec_tokens": 2}),
     ],
@@ -173,6 +174,32 @@ def test_nothing_is_skipped_where_more_than_decodes_may_happen(prompts, options)
     made.turn()
     made.turn()
     assert made.core.skippable_turns == 0
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_the_outlook_is_what_the_engine_says_of_itself_turn_by_turn(is_async):
+    options = {"block_size": 4, "num_blocks": 40, "async_scheduling": is_async}
+    made = engine(fast=False, secret=b"o" * 32, **options)
+    for handle, prompt in ((1, 5), (2, 7)):
+        made.core.add(make_request(handle, prompt, 30))
+    while not (turns := made.core.skippable_turns):
+        made.turn()
+    assert made.core.first_tokens_due == ([1, 2] if is_async else [])
+    outlook = made.core.outlook(turns)
+    for expected in [outlook.after(turn) for turn in range(turns + 1)]:
+        assert made.core.stats() == expected
+        take_turns(made, 1)
+    assert made.core.first_tokens_due == []
+
+
+def test_an_end_is_to_be_told():
+    made = Engine()
+    made.core.add(make_request(1, 8))
+    assert not made.core.has_ends
+    made.core.abort([1])
+    assert made.core.has_ends
+    made.take()
+    assert not made.core.has_ends
 
 
 def test_checked_plans_are_not_skipped():

@@ -4,10 +4,23 @@ import numpy as np
 import pytest
 
 from tests.pure.core.driver import Engine, make_request
-from tests.pure.handoff.pair import Party, make_pair, prompt_of
+from tests.pure.handoff.pair import Party, fill, make_pair, prompt_of
 from twostroke.clock import VirtualClock
+from twostroke.config import SchedulerConfig
+from twostroke.core.loop import EngineCore
+from twostroke.errors import ConfigError
 from twostroke.kv.manager import IntegrityError
-from twostroke.kv_messages import KvReceive, KvRelease, KvRenew, KvSend
+from twostroke.kv_messages import (
+    KvConnect,
+    KvDisconnect,
+    KvLoadEnd,
+    KvReady,
+    KvReceive,
+    KvRelease,
+    KvRenew,
+    KvReport,
+    KvSend,
+)
 from twostroke.messages import EventKind, FinishReason, StepSample
 from twostroke.testing.link_with_faults import FakeNetwork
 
@@ -25,6 +38,13 @@ def test_an_engine_without_a_connector_takes_no_part():
     outputs = engine.core.take_outputs()
     assert [it.handle for it in outputs.kv_received] == [2]
     assert engine.core.is_empty()
+
+
+def test_a_sliding_window_has_no_hand_off():
+    p, _ = make_pair()
+    config = SchedulerConfig(sliding_window=16, num_blocks=17)
+    with pytest.raises(ConfigError, match="sliding window"):
+        EngineCore(config, p.clock, connector=p.connector)
 
 
 def test_a_step_is_sampled_when_its_time_is_known():
@@ -73,11 +93,14 @@ def test_finished_loads_wait_for_budget_and_seats():
 
 
 def test_a_finished_load_waits_while_a_prefill_takes_all():
-    p, d = make_pair(d={"num_blocks": 40}, read_s=0.001)
+    p, d = make_pair(d={"num_blocks": 40}, read_s=0.006)
     d.receive(7, PROMPT, p.ticket_for(1, PROMPT), 4)
     d.turn()
     d.add(5, prompt_of(5, 60), 2)
     d.run()
+    began = d.events.index((5, EventKind.SCHEDULED))
+    arrived = d.events.index((7, EventKind.LOADED))
+    assert began < arrived < d.events.index((5, EventKind.FIRST_TOKEN))
     d.check_answer(7, PROMPT)
     d.check_answer(5, prompt_of(5, 60), 2)
 
@@ -127,6 +150,104 @@ def test_the_events_of_a_prefill_that_waits():
         EventKind.FIRST_TOKEN,
         EventKind.FINISHED,
     ]
+
+
+def test_a_streamed_prompt_is_told_of_by_chunks_and_other_rows_are_not():
+    p, d = make_pair()
+    prompt = prompt_of(2, 40)
+    p.add(3, prompt_of(3, 5), 20)
+    p.send(1, prompt, stream=True)
+    p.run()
+    assert {ready.handle for ready in p.ready} == {1}
+    assert [ready.is_last for ready in p.ready][-1]
+    d.receive(7, prompt, None)
+    for ready in p.ready:
+        d.tell(KvReady(7, ready.ticket, ready.is_last))
+    d.run()
+    d.check_answer(7, prompt)
+    assert d.received[0].num_tokens == 40
+
+
+def test_a_peer_that_is_gone_fails_what_is_read_from_it():
+    p, d = make_pair(read_s=5.0)
+    ticket = p.ticket_for(1, PROMPT)
+    d.tell(KvConnect(p.endpoint))
+    d.run()
+    d.receive(7, PROMPT, ticket)
+    d.turn()
+    assert EventKind.LOADING in d.events_of(7)
+    d.tell(KvDisconnect("p"))
+    d.run()
+    assert d.finished[7].reason is FinishReason.ERROR
+    assert d.events_of(7)[-2:] == [EventKind.LOADED, EventKind.FINISHED]
+    d.check_empty()
+
+
+def test_a_load_that_finds_no_room_in_time_has_not_arrived():
+    p, d = make_pair()
+    fill(d)
+    d.receive(7, PROMPT, p.ticket_for(1, PROMPT), timeout_s=0.02)
+    d.run()
+    assert "no blocks became free" in d.finished[7].error
+    assert d.events_of(7) == [EventKind.QUEUED, EventKind.FINISHED]
+    d.check_empty()
+
+
+def decoding_beside_a_load():
+    """D, unchecked so that turns may be skipped: request 5 decodes, 7 waits for its KV."""
+    p, d = make_pair(d={"check": False, "num_blocks": 40}, read_s=5.0)
+    d.add(5, prompt_of(5, 8), 40)
+    d.turn()
+    d.turn()
+    d.receive(7, PROMPT, p.ticket_for(1, PROMPT))
+    d.turn()
+    return d
+
+
+def test_turns_beside_a_load_are_skipped_once_it_is_told_of():
+    d = decoding_beside_a_load()
+    d.tell(KvConnect(Party(d.network, "other").endpoint))
+    assert d.core.skippable_turns == 0  # the worker must hear of it
+    d.turn()
+    turns = d.core.skippable_turns
+    assert turns > 0
+    computed = d.core.slots()[0]["num_computed_tokens"]
+    (load_id,) = d.connector.loads._loads
+    report = KvReport(loads=[KvLoadEnd(load_id=load_id)])
+    d.core.skip(turns, np.array([1], np.int32), report=report)
+    d.take()
+    assert d.core.slots()[0]["num_computed_tokens"] == computed + turns
+    assert d.events_of(7)[-1] is EventKind.LOADED
+    assert d.core.skippable_turns == 0  # it is admitted in the next one
+
+
+def test_where_requests_reserve_what_they_will_take_a_load_does_too():
+    p, d = make_pair(d={"num_blocks": 16, "reserve_output_tokens": 16}, read_s=0.1)
+    d.receive(7, PROMPT, p.ticket_for(1, PROMPT), 16)
+    d.turn()
+    d.add(5, prompt_of(5, 20), 16)  # both would not fit to their ends: 18 + 16 and 20 + 16
+    d.turn()
+    assert d.core.state.num_running == 0
+    d.run()
+    d.check_answer(7, PROMPT, 16)
+    d.check_answer(5, prompt_of(5, 20), 16)
+    assert d.core.stats().num_preemptions == 0
+
+
+def test_a_prefill_that_is_held_back_again_is_told_of_once():
+    p = Party(FakeNetwork(VirtualClock()), "p", max_hold_share=0.5)
+    for handle in (1, 2):
+        p.send(handle, prompt_of(handle, 16))
+    p.run()
+    p.send(3, prompt_of(3, 32))
+    p.run()
+    p.tell(KvRelease([p.ready[0].ticket.transfer_id]))
+    p.run()
+    assert p.events_of(3) == [EventKind.QUEUED, EventKind.HELD]
+    p.tell(KvRelease([p.ready[1].ticket.transfer_id]))
+    p.run()
+    assert p.events_of(3).count(EventKind.HELD) == 1
+    assert p.finished[3].reason is FinishReason.LENGTH
 
 
 def damaged(break_books):

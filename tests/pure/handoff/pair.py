@@ -44,13 +44,14 @@ class Party:
             for key in ("max_hold_share", "quarantine_s", "step_cost")
             if key in settings
         }
+        check = settings.pop("check", True)
         self.config = SchedulerConfig(**(fields | settings))
         self.network, self.clock = network, network.clock
         self.endpoint = endpoint_of(name, self.config.num_blocks, self.config.block_size)
         self.pool = FakePool(self.config.num_blocks, self.config.block_size)
         self.link = LinkWithFaults(network, self.endpoint, self.pool)
         self.connector = HandoffScheduler(self.clock, self.endpoint, **options)
-        self.core = EngineCore(self.config, self.clock, connector=self.connector, check=True)
+        self.core = EngineCore(self.config, self.clock, connector=self.connector, check=check)
         self.executor = KvExecutor(self.pool, self.link)
         self.depth = 2 if self.config.async_scheduling else 1
         self.tokens: dict[int, list[int]] = {}

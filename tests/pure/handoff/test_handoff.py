@@ -3,11 +3,8 @@
 import pytest
 
 from tests.pure.handoff.pair import make_pair, prompt_of
-from twostroke.config import SchedulerConfig
 from twostroke.connector.base import KvHandoffScheduler
-from twostroke.core.loop import EngineCore
 from twostroke.cost import LinearStepCost
-from twostroke.errors import ConfigError
 from twostroke.kv_messages import KvCommands, KvConnect, KvDisconnect, KvReady, KvRelease, KvRenew
 from twostroke.messages import EventKind, FinishReason
 from twostroke.testing.fake_kv import continuation
@@ -329,13 +326,6 @@ def test_the_protocol_is_complete():
     p, _ = make_pair()
     assert isinstance(p.connector, KvHandoffScheduler)
     assert p.core.state.handoff is p.connector
-
-
-def test_a_sliding_window_has_no_hand_off():
-    p, _ = make_pair()
-    config = SchedulerConfig(sliding_window=16, num_blocks=17)
-    with pytest.raises(ConfigError, match="sliding window"):
-        EngineCore(config, p.clock, connector=p.connector)
 
 
 def test_blocks_of_one_request_stand_in_runs():
