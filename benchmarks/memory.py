@@ -141,10 +141,21 @@ def measure(flags: list[str], prompts: int, tokens: int) -> dict[str, object]:
         server.send_signal(signal.SIGINT)
         block, _ = server.communicate(timeout=30)
     weights = fact(block, "Weights")
+    beside = at_rest["KV written"]
+    for sample in (*sampler.samples, at_rest):
+        _count_weights_beside_kv(sample, beside)
     loading = max(sampler.samples[:ready], key=_without_kv)
     working = max(sampler.samples[ready:], key=_without_kv)
     moments = {"loading": loading, "at rest": at_rest, "working": working}
     return {"weights": weights, "moments": moments, "peaks": sampler.peaks}
+
+
+def _count_weights_beside_kv(sample: dict[str, float], size: float) -> None:
+    """Before any request no KV is written. What is there then are weights: the system makes one
+    mapping of neighbours."""
+    beside = min(sample["KV written"], size)
+    sample["KV written"] -= beside
+    sample["worker_main" if "worker_main" in sample else "core_main"] += beside
 
 
 def _without_kv(sample: dict[str, float]) -> float:
