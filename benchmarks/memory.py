@@ -154,8 +154,9 @@ def _count_weights_beside_kv(sample: dict[str, float], size: float) -> None:
     """Before any request no KV is written. What is there then are weights: the system makes one
     mapping of neighbours."""
     beside = min(sample["KV written"], size)
-    sample["KV written"] -= beside
-    sample["worker_main" if "worker_main" in sample else "core_main"] += beside
+    if beside:
+        sample["KV written"] -= beside
+        sample["worker_main" if "worker_main" in sample else "core_main"] += beside
 
 
 def _without_kv(sample: dict[str, float]) -> float:
