@@ -65,14 +65,15 @@ def test_two_engines_serve_as_one(tiny_dir: Path, tmp_path: Path) -> None:
 def test_one_engine_is_killed(tmp_path: Path) -> None:
     """Its client gets the error; the other engine's finishes; nothing new; exit code not 0."""
     ends: dict[str, list[str]] = {}
-    model = write_tiny_checkpoint(tmp_path / "tiny", max_position_embeddings=2048)
-    settings = (*TWO, "--max-model-len", "2048")  # answers long enough to be running meanwhile
+    model = write_tiny_checkpoint(tmp_path / "tiny", max_position_embeddings=8192)
+    # Answers long enough to be running meanwhile.
+    settings = (*TWO, "--max-model-len", "8192", "--num-gpu-blocks-override", "513")
     with serving(model, *settings, TMPDIR=str(tmp_path)) as served:
         cores, children = served.cores(), served.descendants()
         streaming = threading.Barrier(3, timeout=30)
 
         def stream(name: str) -> None:
-            body = {"prompt": name, "max_tokens": 800, "ignore_eos": True, "stream": True}
+            body = {"prompt": name, "max_tokens": 4000, "ignore_eos": True, "stream": True}
             ends[name] = []
             with (
                 served.client() as client,
