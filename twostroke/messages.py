@@ -378,7 +378,7 @@ class StepResult(msgspec.Struct, tag="result", kw_only=True):
 def _encode_array(obj: Any) -> Any:
     if isinstance(obj, np.ndarray):
         return [obj.dtype.str, np.ascontiguousarray(obj).data.cast("B")]
-    raise NotImplementedError(f"cannot encode {type(obj)}")
+    raise TypeError(f"a message holds {type(obj)}; of what msgpack lacks, arrays alone")
 
 
 _ARRAY_DTYPES = frozenset(("<i4", "<i8", "<f8", "|u1", "|b1"))
@@ -390,7 +390,7 @@ def _decode_array(kind: type, obj: Any) -> Any:
         if dtype not in _ARRAY_DTYPES:
             raise msgspec.ValidationError(f"array of type {dtype!r} is not allowed here")
         return np.frombuffer(data, dtype)
-    raise NotImplementedError(f"cannot decode {kind}")
+    raise TypeError(f"a message has a field of type {kind}; of what msgpack lacks, arrays alone")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)

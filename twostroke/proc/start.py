@@ -24,7 +24,7 @@ from twostroke.config import EngineConfig, Explained
 # glibc can ask for pages of 2 MiB for what it hands out. On them SmolLM2's 96 MB of weights in 4
 # and 8 bits come from memory at 28 GB/s to one thread, on small ones at 23 (Zen 4 under KVM). It
 # asks for the pages of its first heap only, so that has to serve all threads, those that load
-# weights too: the products of a one-row step in bfloat16 then take 7.6 ms instead of 10.6.
+# weights too: the products of a one-row step in bfloat16 then take 8.1 ms instead of 10.6.
 #
 # The user's settings win.
 CHILD_ENVIRONMENT = {
