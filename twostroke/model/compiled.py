@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import caching, cgutils
 from numba.extending import intrinsic
@@ -24,7 +24,23 @@ from twostroke.config import cache_dir
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _intrinsic: Callable[[Callable[..., Any]], Any] = intrinsic
-_I32, _F32 = ir.IntType(32), ir.FloatType()
+_I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+_FEATURES = binding.get_host_cpu_features()
+HAS_BF16 = all(_FEATURES.get(name, False) for name in ("avx512bf16", "avx512vl"))
+
+
+class BFloatType(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloatType)
+
+    def __hash__(self) -> int:
+        return hash(BFloatType)
 
 
 def use_kernel_cache(*files: str) -> str:
@@ -282,11 +298,36 @@ def float_of(_context: Any, bits: types.Type) -> Any:
     return types.float32(types.int32), generate
 
 
-@inner
-def to_bf16(value: float) -> Any:
-    """A float32 as the bits of the nearest bfloat16, ties to even; NaN stays NaN."""
-    bits = bits_of(value)
-    rounded = (bits + np.int32(0x7FFF) + ((bits >> np.int32(16)) & np.int32(1))) >> np.int32(16)
-    if value != value:
-        rounded = (bits >> np.int32(16)) | np.int32(0x40)
-    return np.uint16(rounded & np.int32(0xFFFF))
+@_intrinsic
+def to_bf16(_context: Any, value: types.Type) -> Any:
+    """A float32 as the bits of the nearest bfloat16, ties to even; NaN stays NaN.
+
+    In a loop, LLVM makes vectors of it: of the processor's own conversion where it has one (which
+    takes what is below 2**-126 for 0), else of integers of 32 bits.
+    """
+
+    def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        if HAS_BF16:
+            return builder.bitcast(builder.fptrunc(values[0], BFloatType()), _I16)
+        bits, sixteen = builder.bitcast(values[0], _I32), ir.Constant(_I32, 16)
+        tie = builder.and_(builder.lshr(bits, sixteen), ir.Constant(_I32, 1))
+        rounded = builder.add(bits, builder.add(tie, ir.Constant(_I32, 0x7FFF)))
+        # Rounding could carry a NaN's payload into its sign: keep NaNs as they are, quiet.
+        quiet = builder.or_(bits, ir.Constant(_I32, 0x400000))
+        is_nan = builder.fcmp_unordered("uno", values[0], values[0])
+        whole = builder.select(is_nan, quiet, rounded)
+        return builder.trunc(builder.lshr(whole, sixteen), _I16)
+
+    return types.uint16(types.float32), generate
+
+
+@_intrinsic
+def fma(_context: Any, a: types.Type, b: types.Type, c: types.Type) -> Any:
+    """a * b + c of float32; in one operation where the processor has it."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        kind = ir.FunctionType(_F32, [_F32] * 3)
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.fmuladd.f32")
+        return builder.call(function, values)
+
+    return types.float32(types.float32, types.float32, types.float32), generate

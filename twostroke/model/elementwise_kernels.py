@@ -21,6 +21,7 @@ from twostroke.model.compiled import (
     call_for_int,
     float_of,
     floats,
+    fma,
     from_bf16,
     halves,
     inner,
@@ -51,7 +52,7 @@ def exp(x: float) -> Any:
     t = min(max(x * _LOG2_E, np.float32(-126.0)), np.float32(126.0))
     shifted = t + _MAGIC
     f = t - (shifted - _MAGIC)
-    power = _ONE + f * (_P1 + f * (_P2 + f * (_P3 + f * (_P4 + f * _P5))))
+    power = fma(f, fma(f, fma(f, fma(f, fma(f, _P5, _P4), _P3), _P2), _P1), _ONE)
     return float_of(bits_of(power) + (bits_of(shifted) << np.int32(23)))
 
 

@@ -27,6 +27,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from twostroke.model.compiled import BFloatType
+
 _FEATURES = binding.get_host_cpu_features()
 _AVX512 = bool(_FEATURES.get("avx512f", False))
 # Products of pairs of 16-bit numbers (see attention_dots).
@@ -36,21 +38,8 @@ LANES = 16 if _AVX512 else 8
 MAX_ROWS = 6 if _AVX512 else 3
 
 
-class _BFloatType(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloatType)
-
-    def __hash__(self) -> int:
-        return hash(_BFloatType)
-
-
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_BF16S = ir.VectorType(_BFloatType(), 2 * LANES)
+_BF16S = ir.VectorType(BFloatType(), 2 * LANES)
 _FLOATS = ir.VectorType(_F32, LANES)
 _UNITS = ir.VectorType(_I32, LANES)
 Value: TypeAlias = Any  # of llvmlite, which has no types
@@ -281,7 +270,7 @@ class Emitter:
 
     def to_bf16s(self, values: Value) -> Value:
         """16 floats -> 16 bfloat16, rounding to nearest even."""
-        return self.builder.fptrunc(values, ir.VectorType(_BFloatType(), LANES))
+        return self.builder.fptrunc(values, ir.VectorType(BFloatType(), LANES))
 
     def bf16_units(self, a: Value, b: Value) -> Value:
         """Twice 16 bfloat16 -> a vector of units."""
