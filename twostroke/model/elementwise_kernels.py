@@ -212,7 +212,7 @@ NUM_ARGUMENTS = 10
 
 
 @inner
-def _share(a: Any) -> tuple[int, int]:
+def share_of(a: Any) -> tuple[int, int]:
     """The rows of the calling thread."""
     thread = call_for_int(a[2]) if a[2] else 0
     return a[0] * thread // a[1], a[0] * (thread + 1) // a[1]
@@ -220,26 +220,26 @@ def _share(a: Any) -> tuple[int, int]:
 
 def _add_norm(arguments: Any) -> None:
     a = numba.carray(arguments, NUM_ARGUMENTS)
-    first, last = _share(a)
+    first, last = share_of(a)
     add_norm_rows(a[3], a[4], a[5], a[6], first, last, a[7], float_of(np.int32(a[8])))
 
 
 def _rotate(arguments: Any) -> None:
     a = numba.carray(arguments, NUM_ARGUMENTS)
-    first, last = _share(a)
+    first, last = share_of(a)
     eps = float_of(np.int32(a[9]))
     rotate_rows(a[3], a[4], a[5], first, last, a[6], a[7], a[8], eps)
 
 
 def _silu_multiply(arguments: Any) -> None:
     a = numba.carray(arguments, NUM_ARGUMENTS)
-    first, last = _share(a)
+    first, last = share_of(a)
     silu_multiply_rows(a[3], a[4], first, last, a[5])
 
 
 def _levels(arguments: Any) -> None:
     a = numba.carray(arguments, NUM_ARGUMENTS)
-    first, last = _share(a)
+    first, last = share_of(a)
     width, source = a[5] * GROUP, a[3]
     if a[6]:  # x is bfloat16, and becomes float32 there
         source = a[6]
@@ -251,14 +251,14 @@ def _levels(arguments: Any) -> None:
 
 def _norm_levels(arguments: Any) -> None:
     a = numba.carray(arguments, NUM_ARGUMENTS)
-    first, last = _share(a)
+    first, last = share_of(a)
     eps = float_of(np.int32(a[8]))
     norm_levels_rows(a[3], a[4], a[5], a[6], first, last, a[7], eps)
 
 
 def _silu_levels(arguments: Any) -> None:
     a = numba.carray(arguments, NUM_ARGUMENTS)
-    first, last = _share(a)
+    first, last = share_of(a)
     silu_levels_rows(a[3], a[4], a[5], first, last, a[6])
 
 

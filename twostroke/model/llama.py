@@ -56,7 +56,7 @@ class DecoderModel:
         self.shape = shape
         self.shard = Shard(shape, group.rank, group.size)
         self._group = group
-        self._embedding = embedding
+        self.embedding = embedding
         self.layers = layers
         self.final_norm = final_norm
         self.lm_head = lm_head
@@ -102,8 +102,8 @@ class DecoderModel:
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden], in the model's type."""
         if self.shard.size == 1:
-            return F.embedding(token_ids, self._embedding)
-        rows = token_ids - self.shard.rank * len(self._embedding)
-        elsewhere = (rows < 0) | (rows >= len(self._embedding))
-        embedded = F.embedding(rows.masked_fill_(elsewhere, 0), self._embedding)
+            return F.embedding(token_ids, self.embedding)
+        rows = token_ids - self.shard.rank * len(self.embedding)
+        elsewhere = (rows < 0) | (rows >= len(self.embedding))
+        embedded = F.embedding(rows.masked_fill_(elsewhere, 0), self.embedding)
         return self._group.all_reduce(embedded.masked_fill_(elsewhere[:, None], 0))
