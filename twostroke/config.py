@@ -89,7 +89,9 @@ class EngineConfig:
         "auto", "type of weights and arithmetic"
     )
     quantization: Quantization = _setting(
-        "auto", "weights of 4 and 8 bits on a CPU: as the file has them; never; rounded on load"
+        "auto",
+        "4 and 8 bits on a CPU: weights as the file has them; never; int8: weights and activations "
+        "rounded (W8A8); int4: weights rounded, multiplied so in steps of few tokens",
     )
     seed: int = _setting(0, "seed of requests that bring none, and of dummy weights")
     # device

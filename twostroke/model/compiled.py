@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 from twostroke.config import cache_dir
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_intrinsic: Callable[[Callable[..., Any]], Any] = intrinsic
+in_llvm: Callable[[Callable[..., Any]], Any] = intrinsic
 _I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 _FEATURES = binding.get_host_cpu_features()
@@ -122,7 +122,7 @@ def address_of(function: Callable[..., None], signature: Any, *, cache: str) -> 
 # ---------------------------------------------------------------- addresses
 
 
-@_intrinsic
+@in_llvm
 def pointer(_context: Any, address: types.Type) -> Any:
     """An int64 as a pointer, for `numba.carray`."""
 
@@ -158,7 +158,7 @@ def numbers(address: int, count: int) -> Any:
     return numba.carray(pointer(address), (count,), np.int64)
 
 
-@_intrinsic
+@in_llvm
 def add_atomically(_context: Any, counter: types.Type, value: types.Type) -> Any:
     """Add to the int64 at this address; returns its former value. Orders memory both ways."""
 
@@ -175,7 +175,7 @@ def take_ticket(counter: int) -> Any:
     return add_atomically(counter, 1)
 
 
-@_intrinsic
+@in_llvm
 def load_atomically(_context: Any, address: types.Type) -> Any:
     """The int64 at this address; what comes after is read after it."""
 
@@ -186,7 +186,7 @@ def load_atomically(_context: Any, address: types.Type) -> Any:
     return types.int64(types.int64), generate
 
 
-@_intrinsic
+@in_llvm
 def store_atomically(_context: Any, address: types.Type, value: types.Type) -> Any:
     """Write the int64 at this address; what comes before is written before it."""
 
@@ -198,7 +198,7 @@ def store_atomically(_context: Any, address: types.Type, value: types.Type) -> A
     return types.void(types.int64, types.int64), generate
 
 
-@_intrinsic
+@in_llvm
 def pause(_context: Any) -> Any:
     """Say that this thread only waits, where the processor has a word for it."""
 
@@ -215,7 +215,7 @@ def pause(_context: Any) -> Any:
 # ---------------------------------------------------------------- C functions by address
 
 
-@_intrinsic
+@in_llvm
 def call(_context: Any, function: types.Type) -> Any:
     """Call `void function(void)`."""
 
@@ -227,7 +227,7 @@ def call(_context: Any, function: types.Type) -> Any:
     return types.void(types.int64), generate
 
 
-@_intrinsic
+@in_llvm
 def call_with(_context: Any, function: types.Type, argument: types.Type) -> Any:
     """Call `void function(void *argument)`."""
 
@@ -239,7 +239,7 @@ def call_with(_context: Any, function: types.Type, argument: types.Type) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@_intrinsic
+@in_llvm
 def call_for_int(_context: Any, function: types.Type) -> Any:
     """Call `int function(void)`."""
 
@@ -251,7 +251,7 @@ def call_for_int(_context: Any, function: types.Type) -> Any:
     return types.int64(types.int64), generate
 
 
-@_intrinsic
+@in_llvm
 def clock_ns(_context: Any, clock_gettime: types.Type) -> Any:
     """Nanoseconds of the monotonic clock, by libc's function at this address."""
 
@@ -271,7 +271,7 @@ def clock_ns(_context: Any, clock_gettime: types.Type) -> Any:
 # ---------------------------------------------------------------- bits of numbers
 
 
-@_intrinsic
+@in_llvm
 def from_bf16(_context: Any, value: types.Type) -> Any:
     """The float32 of the bits of a bfloat16."""
 
@@ -282,7 +282,7 @@ def from_bf16(_context: Any, value: types.Type) -> Any:
     return types.float32(types.uint16), generate
 
 
-@_intrinsic
+@in_llvm
 def bits_of(_context: Any, value: types.Type) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return builder.bitcast(values[0], _I32)
@@ -290,7 +290,7 @@ def bits_of(_context: Any, value: types.Type) -> Any:
     return types.int32(types.float32), generate
 
 
-@_intrinsic
+@in_llvm
 def float_of(_context: Any, bits: types.Type) -> Any:
     def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         return builder.bitcast(values[0], _F32)
@@ -298,7 +298,7 @@ def float_of(_context: Any, bits: types.Type) -> Any:
     return types.float32(types.int32), generate
 
 
-@_intrinsic
+@in_llvm
 def to_bf16(_context: Any, value: types.Type) -> Any:
     """A float32 as the bits of the nearest bfloat16, ties to even; NaN stays NaN.
 
@@ -321,7 +321,7 @@ def to_bf16(_context: Any, value: types.Type) -> Any:
     return types.uint16(types.float32), generate
 
 
-@_intrinsic
+@in_llvm
 def fma(_context: Any, a: types.Type, b: types.Type, c: types.Type) -> Any:
     """a * b + c of float32; in one operation where the processor has it."""
 

@@ -86,6 +86,7 @@ class Kernels:
 
     def __init__(self) -> None:
         from twostroke.model import elementwise_kernels as compiled
+        from twostroke.model import int8_kernels
 
         self._num_arguments = compiled.NUM_ARGUMENTS
         self.add_norm = compiled.address("add_norm")
@@ -94,6 +95,7 @@ class Kernels:
         self.levels = compiled.address("levels")
         self.norm_levels = compiled.address("norm_levels")
         self.silu_levels = compiled.address("silu_levels")
+        self.turned_bytes = int8_kernels.address()
         self._openmp = load_openmp()
         self.thread_num = 0
         if self._openmp is not None:

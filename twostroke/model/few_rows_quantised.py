@@ -44,6 +44,7 @@ from twostroke.model.tile_ir import (
     OUTPUTS,
     PREFETCH,
     VECTORS,
+    VPDPBUSD,
     Arguments,
     Compiled,
     TileProduct,
@@ -152,13 +153,8 @@ def _compiled(bits: int, has_minima: bool) -> Compiled:
         _MAX_TILE_ROWS,
         "avx512vnni",
         PREFETCH,
-        _DECLARATION,
+        VPDPBUSD,
     )
-
-
-_DECLARATION = """
-declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <16 x i32>, <16 x i32>)
-"""
 
 
 def _tile(rows: int, bits: int, has_minima: bool) -> str:

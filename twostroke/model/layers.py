@@ -19,6 +19,7 @@ from torch import Tensor
 from twostroke.model.elementwise import Elementwise
 from twostroke.model.few_rows import MAX_ROWS, FewRows, few_rows
 from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS, QuantisedRows
+from twostroke.model.int8_rows import Int8Rows
 from twostroke.model.quantised import QuantisedWeight
 from twostroke.shape import ModelShape, RopeScaling
 
@@ -40,12 +41,12 @@ class Linear:
     On a CPU the weight is kept in oneDNN's own layout: twice as fast as F.linear for one row, and
     no slower for many. Few rows of bfloat16 take a kernel of our own, twice as fast again. With a
     `quantised` form of the weight, very few rows take that, of which less must be read; without the
-    other form, all do.
+    other form, all do. With an `int8` form, which has the bias, any number of rows take that alone.
     """
 
     __slots__ = (
         *("_bias", "_packed", "_weight", "_weight_bytes"),
-        *("few_rows", "num_weights", "quantised", "weight_bytes"),
+        *("few_rows", "int8", "num_weights", "quantised", "weight_bytes"),
     )
 
     def __init__(
@@ -53,8 +54,10 @@ class Linear:
         weight: Tensor | None,
         bias: Tensor | None = None,
         quantised: QuantisedWeight | None = None,
+        int8: Int8Rows | None = None,
     ) -> None:
         self._bias = bias
+        self.int8 = int8
         self.quantised = None if quantised is None else QuantisedRows(quantised, bias)
         self.weight_bytes = 0 if bias is None else bias.nbytes
         self._packed, self._weight = False, weight
@@ -62,6 +65,9 @@ class Linear:
         if self.quantised is not None:
             self.weight_bytes += self.quantised.nbytes
         self.num_weights = self._weight_bytes = 0
+        if int8 is not None:
+            self.num_weights, self._weight_bytes = int8.num_weights, int8.nbytes
+            self.weight_bytes += int8.nbytes
         if quantised is not None:
             self.num_weights = quantised.values.numel()
         if weight is not None:
@@ -73,6 +79,8 @@ class Linear:
             self.few_rows = few_rows(self._weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.int8 is not None:
+            return self.int8(x.contiguous())
         if self._takes_few_bits(len(x)):
             assert self.quantised is not None
             return self.quantised(x.contiguous())
@@ -218,12 +226,15 @@ def _yarn(inverse: Tensor, scaling: RopeScaling, shape: ModelShape) -> tuple[Ten
 class Mlp:
     """SiLU-gated MLP; gate and up are one matrix [2 * width, hidden]."""
 
-    __slots__ = ("down", "gate_up", "weight_bytes")
+    __slots__ = ("down", "gate_up")
 
     def __init__(self, gate_up: Linear, down: Linear) -> None:
         self.gate_up = gate_up
         self.down = down
-        self.weight_bytes = gate_up.weight_bytes + down.weight_bytes
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [self.gate_up, self.down]
 
     def __call__(self, x: Tensor, ops: Elementwise) -> Tensor:
         return self.down(ops.silu_multiply(self.gate_up(x)))

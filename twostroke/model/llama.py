@@ -62,12 +62,19 @@ class DecoderModel:
         self.lm_head = lm_head
         self.rotary = Rotary(shape, embedding.device)
         self.elementwise = make_elementwise(embedding.device, embedding.dtype)
-        linears = sum(
-            layer.qkv.weight_bytes + layer.output.weight_bytes + layer.mlp.weight_bytes
-            for layer in layers
-        )
         # Norms are left out: a thousandth of the rest.
-        self.weight_bytes = embedding.nbytes + linears + lm_head.weight_bytes
+        self.weight_bytes = embedding.nbytes + sum(
+            linear.weight_bytes for linear in (*self.linears, lm_head)
+        )
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Those inside the layers."""
+        return [
+            linear
+            for layer in self.layers
+            for linear in (layer.qkv, layer.output, *layer.mlp.linears)
+        ]
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:

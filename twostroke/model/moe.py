@@ -17,7 +17,7 @@ class SparseMlp:
     `router` chooses among all experts; `experts` are those from number `first` on that are here.
     """
 
-    __slots__ = ("_experts", "_first", "_normalise", "_router", "_top_k", "weight_bytes")
+    __slots__ = ("_experts", "_first", "_normalise", "_router", "_top_k")
 
     def __init__(
         self, router: Linear, experts: list[Mlp], top_k: int, normalise: bool, first: int = 0
@@ -27,7 +27,10 @@ class SparseMlp:
         self._first = first
         self._top_k = top_k
         self._normalise = normalise  # chosen probabilities sum to 1 (norm_topk_prob)
-        self.weight_bytes = router.weight_bytes + sum(expert.weight_bytes for expert in experts)
+
+    @property
+    def linears(self) -> list[Linear]:
+        return [self._router, *(linear for expert in self._experts for linear in expert.linears)]
 
     def __call__(self, x: Tensor, ops: Elementwise) -> Tensor:
         probabilities = torch.softmax(self._router(x), -1, dtype=torch.float32)

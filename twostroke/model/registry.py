@@ -14,8 +14,10 @@ from torch import Tensor
 
 from twostroke.checkpoint import Checkpoint, Progress, find_weights
 from twostroke.config import Quantization
+from twostroke.model import int8_rows
 from twostroke.model.few_rows_quantised import can_multiply, works
 from twostroke.model.gguf import GgufSource
+from twostroke.model.int8_rows import Int8Rows
 from twostroke.model.layers import Linear, Mlp, in_pairs
 from twostroke.model.llama import DecoderModel, Layer
 from twostroke.model.memory import give_back_freed_memory, keep_freed_memory, unmap_clean_pages
@@ -84,6 +86,7 @@ class Quantiser:
 
     auto: as the file has them, where it has; int8, int4: rounded on load; none: no such form. With
     `keep_dequantised` weights are kept in the model's type too, which many rows are faster with.
+    int8 has another form for what is inside the layers, which is the faster for any number of rows.
     """
 
     def __init__(self, source: WeightSource, kind: Quantization, keep_dequantised: bool) -> None:
@@ -112,6 +115,10 @@ class Quantiser:
         if self._kind in ("int8", "int4"):
             return quantise(self._source.read(name)[0], 8 if self._kind == "int8" else 4)
         return self._source.read_quantised(name) if isinstance(self._source, GgufSource) else None
+
+    def makes_int8(self, num_rows: int) -> bool:
+        """Whether a weight of that many rows, inside a layer, is multiplied in 8 bits alone."""
+        return self._kind == "int8" and int8_rows.can_multiply(num_rows)
 
     def keeps(self, quantised: QuantisedWeight | None) -> bool:
         """Whether the weight is wanted in the model's type."""
@@ -242,12 +249,12 @@ class _Builder:
         reorder: Reorder = _as_they_are,
     ) -> Linear:
         """One linear layer from the rows `parts` of several, stacked along their outputs."""
-        quantised = self._quantiser.find([f"{name}.weight" for name in names], reorder)
+        num_rows = sum(part.stop - part.start for part in parts)
+        quantised = self._few_bits([f"{name}.weight" for name in names], num_rows, reorder)
         kinds = ["weight"] if self._quantiser.keeps(quantised) else []
         stacked: dict[str, Tensor] = {}
         for kind in [*kinds, "bias"] if bias else kinds:
             columns = self._source.shapes()[f"{names[0]}.{kind}"][1:]
-            num_rows = sum(part.stop - part.start for part in parts)
             out = torch.empty((num_rows, *columns), dtype=self._dtype, device=self._device)
             row = 0
             for i, (name, part) in enumerate(zip(names, parts, strict=True)):
@@ -255,17 +262,32 @@ class _Builder:
                 out[row : row + len(rows)].copy_(rows)
                 row += len(rows)
             stacked[kind] = out
-        return Linear(stacked.get("weight"), stacked.get("bias"), quantised)
+        return self._linear(stacked.get("weight"), stacked.get("bias"), quantised)
 
     def _summand(self, name: str, columns: slice, bias: bool) -> Linear:
         """A linear layer of some of the inputs; the bias is in the first rank's summand alone."""
         whole = self._source.shapes()[f"{name}.weight"][0]
-        quantised = self._quantiser.find([f"{name}.weight"], _as_they_are)
+        quantised = self._few_bits([f"{name}.weight"], whole, _as_they_are)
         weight = None
         if self._quantiser.keeps(quantised):
             weight = self._tensor(f"{name}.weight", (slice(0, whole), columns))
         with_bias = bias and self._group.rank == 0
-        return Linear(weight, self._tensor(f"{name}.bias") if with_bias else None, quantised)
+        return self._linear(weight, self._tensor(f"{name}.bias") if with_bias else None, quantised)
+
+    def _few_bits(
+        self, names: list[str], num_rows: int, reorder: Reorder
+    ) -> QuantisedWeight | None:
+        """The form for few rows of what is inside a layer, unless int8 is for any number."""
+        if self._quantiser.makes_int8(num_rows):
+            return None
+        return self._quantiser.find(names, reorder)
+
+    def _linear(
+        self, weight: Tensor | None, bias: Tensor | None, quantised: QuantisedWeight | None
+    ) -> Linear:
+        if weight is not None and self._quantiser.makes_int8(len(weight)):
+            return Linear(None, bias, int8=Int8Rows(weight, bias))
+        return Linear(weight, bias, quantised)
 
     def _tensor(self, name: str, part: Part = ALL) -> Tensor:
         """A tensor in the model's type and place, of its own: a source may unmap what it gives."""

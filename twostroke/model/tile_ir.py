@@ -1,9 +1,9 @@
 """What the kernels for few rows have in common, in LLVM's language: how a weight is walked.
 
-A weight lies in blocks of 64 outputs. Threads take blocks by ticket, as they get done; within a
-block, rows of x are handled in tiles of at most MAX_TILE_ROWS, each by a function of its own, so
-that sums stay in registers. A kernel brings these functions, and says what it calls the last two
-numbers that they are given.
+A weight lies in blocks of 64 outputs. Threads take blocks by ticket, as they get done, each with
+some rows of x where these are many; they are handled in tiles of at most MAX_TILE_ROWS, each by a
+function of its own, so that sums stay in registers. A kernel brings these functions, and says what
+it calls the last two numbers that they are given.
 """
 
 import contextlib
@@ -26,6 +26,8 @@ from twostroke.model.thread_count import ThreadCount
 MAX_TILE_ROWS = 6  # x 4 vectors are accumulated in 24 of 32 registers
 ROUNDED, WIDE, ADDED = range(3)  # y is bfloat16; float32; float32, and the product is added to it
 OUTPUTS = 64
+# Rows that one ticket stands for, of a block: few enough that threads end together.
+_CHUNK_ROWS = 96
 VECTORS = OUTPUTS // 16
 
 ARGUMENTS = (
@@ -170,6 +172,7 @@ def _use_object_cache(engine: Any, key: str) -> None:
 # thread, and at 20 with prefetches into L1; further ahead is no faster (Zen 4, huge pages).
 _PREFETCH_BYTES, _PREFETCH_INTO_L2 = 2048, 2
 PREFETCH = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
+VPDPBUSD = "declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <16 x i32>, <16 x i32>)"
 TILE_ARGUMENTS = (
     *("weight", "bias", "x", "x_row_bytes", "y", "y_row_bytes", "result"),
     *("row", "first", "second"),
@@ -304,12 +307,21 @@ define void @kernel(ptr %arguments) {{
 entry:
 {fields}
 %biased = icmp ne i64 %bias, 0
+%more_rows = add i64 %rows, {_CHUNK_ROWS - 1}
+%chunks = udiv i64 %more_rows, {_CHUNK_ROWS}
+%tickets = mul i64 %chunks, %blocks
 br label %take
 take:
-%block = atomicrmw add ptr %ticket_p, i64 1 monotonic
-%is_block = icmp slt i64 %block, %blocks
-br i1 %is_block, label %start, label %done
+%taken = atomicrmw add ptr %ticket_p, i64 1 monotonic
+%is_taken = icmp ult i64 %taken, %tickets
+br i1 %is_taken, label %start, label %done
 start:
+%block = urem i64 %taken, %blocks
+%chunk = udiv i64 %taken, %blocks
+%first_row = mul i64 %chunk, {_CHUNK_ROWS}
+%whole_end = add i64 %first_row, {_CHUNK_ROWS}
+%is_last = icmp sgt i64 %whole_end, %rows
+%end_row = select i1 %is_last, i64 %rows, i64 %whole_end
 %weight_offset = mul i64 %block, %block_bytes
 %block_weight = add i64 %weight, %weight_offset
 %is_rounded = icmp eq i64 %result, {ROUNDED}
@@ -321,19 +333,19 @@ start:
 %block_bias = select i1 %biased, i64 %bias_at, i64 0
 br label %tile
 tile:
-%row = phi i64 [ 0, %start ], [ %row1, %tile_done ]
+%row = phi i64 [ %first_row, %start ], [ %row1, %tile_done ]
 %x_offset = mul i64 %row, %x_row_bytes
 %tile_x = add i64 %x, %x_offset
 %tile_y_offset = mul i64 %row, %y_row_bytes
 %tile_y = add i64 %block_y, %tile_y_offset
-%left = sub i64 %rows, %row
+%left = sub i64 %end_row, %row
 %many = icmp sgt i64 %left, {max_rows}
 %count = select i1 %many, i64 {max_rows}, i64 %left
 switch i64 %count, label %tile_done [ {cases} ]
 {calls}
 tile_done:
 %row1 = add i64 %row, %count
-%more = icmp slt i64 %row1, %rows
+%more = icmp slt i64 %row1, %end_row
 br i1 %more, label %tile, label %take
 done:
 ret void

@@ -23,6 +23,7 @@ from twostroke.model import tile_ir
 from twostroke.model.elementwise import LEVELS_BYTES, float_bits, kernels
 from twostroke.model.few_rows import MAX_ROWS
 from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS
+from twostroke.model.int8_rows import row_bytes
 from twostroke.model.layers import Linear, Mlp
 from twostroke.model.llama import DecoderModel
 from twostroke.model.quantised import GROUP
@@ -53,7 +54,7 @@ def few_tokens(model: DecoderModel, attention: PagedAttention) -> "FewTokens | N
     ]
     if len(linears) < 4 * len(model.layers):
         return None
-    whole = all(linear.few_rows is not None for linear in linears)
+    whole = all(linear.few_rows is not None or linear.int8 is not None for linear in linears)
     few_bits = any(linear.quantised is not None for linear in linears)
     if not whole and any(linear.quantised is None for linear in linears):
         return None
@@ -148,7 +149,8 @@ class _Buffers:
         largest = max(shape.hidden_size, widest, attended)
         self.gate_up_wide = buffer(2 * widest, dtype=torch.float32)
         self.wide = buffer(largest, dtype=torch.float32)
-        self.levels = buffer(-(-largest // GROUP) * LEVELS_BYTES, dtype=torch.uint8)
+        levels_bytes = max(-(-largest // GROUP) * LEVELS_BYTES, row_bytes(largest))
+        self.levels = buffer(levels_bytes, dtype=torch.uint8)
 
 
 class _Table:
@@ -172,7 +174,7 @@ class _Table:
         self._threads = torch.get_num_threads()
         num_layers = len(model.layers)
         self._products = np.zeros((4 * num_layers, tile_ir.NUM_ARGUMENTS), np.int64)
-        self._small = np.zeros((5 * num_layers + 1, NUM_ARGUMENTS), np.int64)
+        self._small = np.zeros((9 * num_layers + 1, NUM_ARGUMENTS), np.int64)
         self._num_products = self._num_small = 0
         self._calls: list[tuple[int, int]] = []
         self.kinds: list[str] = []
@@ -262,8 +264,11 @@ class _Table:
         """A product, with the form of the weight that this program takes; x in that form's."""
         row = self._products[self._num_products]
         self._num_products += 1
-        if self._few_bits and linear.quantised is not None:
-            levels = self._buffers.levels.data_ptr()
+        levels = self._buffers.levels.data_ptr()
+        if linear.int8 is not None:
+            self._add("to int8", self._kernel.turned_bytes, x, levels, linear.int8.width)
+            self._call(kind, linear.int8.call(levels, y, row, result))
+        elif self._few_bits and linear.quantised is not None:
             self._call(kind, linear.quantised.call(levels, y, row, result))
         else:
             assert linear.few_rows is not None
@@ -272,6 +277,6 @@ class _Table:
 
 def _width(linear: Linear) -> int:
     """Outputs of a linear layer that has one of the kernels."""
-    kernel = linear.quantised or linear.few_rows
+    kernel = linear.int8 or linear.quantised or linear.few_rows
     assert kernel is not None
     return kernel.out

@@ -194,6 +194,8 @@ class ModelRunner:
         reason = f"loaded in {time.monotonic() - start_s:.1f} s"
         if self.group.size > 1:
             reason += f" on each of {self.group.size} ranks"
+        if int8 := sum(linear.int8 is not None for linear in model.linears):
+            reason += f"; products of {int8} of {len(model.linears)} matrices in 8 bits (W8A8)"
         return model, ("Weights", pool.bytes_text(model.weight_bytes), reason)
 
     def _load_draft(

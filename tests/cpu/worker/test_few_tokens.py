@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cpu.model.test_gguf import Quant, write_gguf
 from tests.cpu.worker.driving import Driver, Request, small_config
 from twostroke.checkpoint import open_checkpoint
 from twostroke.errors import ConfigError
@@ -50,11 +51,16 @@ def inputs_of(counts: list[int], seed: int) -> StepInputs:
     )
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_bit_is_that_of_the_layers(directory: Path, threads: int) -> None:
+def test_every_bit_is_that_of_the_layers(directory: Path, threads: int, quantization: str) -> None:
     if threads > len(os.sched_getaffinity(0)):
         pytest.skip(f"fewer than {threads} cores")
-    runner = make_runner(directory, threads)
+    if quantization != "none" and not works():
+        pytest.skip("no kernel for 8 bits on this processor")
+    runner = make_runner(directory, threads, quantization=quantization)
+    weights = next(reason for name, _, reason in runner.facts if name == "Weights")
+    assert ("12 of 12 matrices in 8 bits (W8A8)" in weights) == (quantization == "int8")
     if runner.few_tokens is None:
         pytest.skip("no kernel for few rows on this processor")
     before = torch.get_num_threads()
@@ -75,14 +81,11 @@ def test_every_bit_is_that_of_the_layers(directory: Path, threads: int) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("quantization", ["int4", "int8"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_few_bits_are_what_the_layers_give_but_for_roundings(
-    directory: Path, threads: int, quantization: str
-) -> None:
+def test_few_bits_are_what_the_layers_give_but_for_roundings(directory: Path, threads: int) -> None:
     if threads > len(os.sched_getaffinity(0)):
         pytest.skip(f"fewer than {threads} cores")
-    runner = make_runner(directory, threads, quantization=quantization)
+    runner = make_runner(directory, threads, quantization="int4")
     if runner.few_tokens is None or not works():
         pytest.skip("no kernel for few bits on this processor")
     before = torch.get_num_threads()
@@ -112,9 +115,12 @@ def test_few_bits_are_what_the_layers_give_but_for_roundings(
         torch.set_num_threads(before)
 
 
-def test_tokens_do_not_depend_on_how_steps_are_cut(directory: Path) -> None:
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_tokens_do_not_depend_on_how_steps_are_cut(directory: Path, quantization: str) -> None:
     """Many tokens in a step run layer by layer, few as a program: the text is the same."""
-    runner = make_runner(directory, 1)
+    if quantization != "none" and not works():
+        pytest.skip("no kernel for 8 bits on this processor")
+    runner = make_runner(directory, 1, quantization=quantization)
     rng = random.Random(0)
     prompt = [rng.randrange(256) for _ in range(70)]
     outputs = [
@@ -139,13 +145,14 @@ def test_a_quantization_that_cannot_be_is_refused(directory: Path) -> None:
 
 
 def test_with_little_memory_weights_are_kept_in_few_bits_only(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not works():
         pytest.skip("no kernel for few bits on this processor")
-    both = make_runner(directory, 1, quantization="int8")
+    stored = write_gguf(tmp_path / "model.gguf", directory, Quant.Q8_0)
+    both = make_runner(stored, 1)
     monkeypatch.setattr(runner_module, "MAX_WHOLE_SHARE", 0.0)
-    few = make_runner(directory, 1, quantization="int8")
+    few = make_runner(stored, 1)
     assert few.model.weight_bytes < both.model.weight_bytes
     one, many = inputs_of([1, 1], 0), inputs_of([64, 40], 1)
     assert torch.equal(both.forward(one).clone(), few.forward(one))
