@@ -1,6 +1,7 @@
 """Throughput of the offline API on four fixed cases, the same for every engine one compares with.
 
-    python benchmarks/throughput.py [MODEL] [--runs 3] [--cases abcd] [--json]
+    python benchmarks/throughput.py [MODEL] [--runs 3] [--cases abcd]
+        [--quantization int8] [--json]
 
 a: a single stream; b: one long prompt; c: a batch; d: a batch with a shared prefix. Prompts are
 fixed random token ids (seed 0), greedy, EOS ignored; the median of the runs counts. Without MODEL,
@@ -19,11 +20,12 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--cases", default="abcd", help="which of a, b, c, d")
+    parser.add_argument("--quantization", default="auto")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     options = parser.parse_args()
 
     start_s = time.perf_counter()
-    with LLM(options.model) as engine:
+    with LLM(options.model, quantization=options.quantization) as engine:
         load_s = time.perf_counter() - start_s
         measured = [
             offline.measure(engine, case, runs=options.runs)

@@ -86,7 +86,6 @@ class Kernels:
 
     def __init__(self) -> None:
         from twostroke.model import elementwise_kernels as compiled
-        from twostroke.model import int8_kernels
 
         self._num_arguments = compiled.NUM_ARGUMENTS
         self.add_norm = compiled.address("add_norm")
@@ -95,13 +94,19 @@ class Kernels:
         self.levels = compiled.address("levels")
         self.norm_levels = compiled.address("norm_levels")
         self.silu_levels = compiled.address("silu_levels")
-        self.turned_bytes = int8_kernels.address()
         self._openmp = load_openmp()
         self.thread_num = 0
         if self._openmp is not None:
             function = ctypes.cast(self._openmp.omp_get_thread_num, ctypes.c_void_p)
             self.thread_num = function.value or 0
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+    @functools.cached_property
+    def turned_bytes(self) -> int:
+        """Not before it is needed: see `int8_rows`."""
+        from twostroke.model import int8_kernels
+
+        return int8_kernels.address()
 
     def first(self, rows: int, num_threads: int) -> tuple[int, int, int]:
         """The arguments that all kernels begin with."""
