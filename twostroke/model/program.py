@@ -37,7 +37,8 @@ from twostroke.model.compiled import (
 )
 from twostroke.model.openmp import load_openmp
 
-_STAMPS = 3  # of the arguments, which are: table, its length, barrier, stamps, clock_gettime
+# Of the arguments, which are: table, how much of it to run, barrier, stamps, clock_gettime.
+_COUNT, _STAMPS = 1, 3
 
 
 @inner
@@ -48,7 +49,7 @@ def _stamp(a: Any, place: int) -> None:
 
 def _run(arguments: Any) -> None:
     a = numba.carray(arguments, 5)
-    table, count, barrier = numbers(a[0], 3 * a[1]), a[1], a[2]
+    table, count, barrier = numbers(a[0], 3 * a[_COUNT]), a[_COUNT], a[2]
     turn, i = turn_of(barrier), 0
     while True:
         # All have done entry i - 1, or nothing yet. The last to arrive does what is not shared.
@@ -96,23 +97,26 @@ class Program:
             np.int64,
         )
         signature = types.void(types.CPointer(types.int64))
+        self._here = self._arguments.ctypes.data
         self._address = address_of(_run, signature, cache=_CACHE)
+        self._run_alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
     def share(self, calls: Bools, shared: bool) -> None:
         """Whether these calls are run by all threads, as all are at first, or by one alone."""
         self._table[calls, 2] = shared
 
-    def run(self, num_threads: int) -> None:
-        here = self._arguments.ctypes.data
+    def run(self, num_threads: int, num_calls: int) -> None:
+        """The first `num_calls` of the calls."""
+        self._arguments[_COUNT] = num_calls
         if self._openmp is None or num_threads == 1:
-            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)(here)
+            self._run_alone(self._here)
         else:
-            self._openmp.GOMP_parallel(self._address, here, num_threads, 0)
+            self._openmp.GOMP_parallel(self._address, self._here, num_threads, 0)
 
-    def run_timed(self, num_threads: int) -> Float64s:
+    def run_timed(self, num_threads: int, num_calls: int) -> Float64s:
         """Run, and return the seconds from each call's beginning, when all threads had done what
         comes before, to its end, when all have done it."""
         self._arguments[_STAMPS] = self._stamps.ctypes.data
-        self.run(num_threads)
+        self.run(num_threads, num_calls)
         self._arguments[_STAMPS] = 0
-        return np.diff(self._stamps) / 1e9
+        return np.diff(self._stamps[: num_calls + 1]) / 1e9

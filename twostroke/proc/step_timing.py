@@ -76,7 +76,9 @@ class StepTimer:
                 stack.enter_context(watch.timing(kind, owner, name))
             runs = _repeat(again, watch, few)
         times = _usual(runs)
-        calls = watch.calls if few is None else watch.calls | few.calls_by_kind(rows * tokens)
+        calls = watch.calls
+        if few is not None:
+            calls |= few.calls_by_kind(rows * tokens, with_logits=tokens == 1)
         self.runner.run(_without_rows(self._step, plan.slots))
         parts = [
             Part(
@@ -144,6 +146,7 @@ class StepTimer:
                     yield "mlp", layer, "mlp"
         yield "lm head", model, "logits"
         yield "sampler", runner.sampler, "sample"
+        yield "sampler", runner.sampler, "take_best"
 
     def _work(self, kind: str, plan: StepPlan, num_tokens: int, rows: int) -> dict[str, int]:
         """Bytes that must come from memory, and operations: weights once, KV once."""

@@ -1,6 +1,9 @@
 """A step of few tokens as one call: every layer's kernels in a `Program`.
 
-    norm ▶ qkv ▶ rotate ▶ attend ▶ output ▶ residual sum, norm ▶ gate, up ▶ SiLU ▶ down ▶ residual sum
+    embed ▶ [ norm ▶ qkv ▶ rotate ▶ attend ▶ output ▶ residual sum, norm ▶ gate, up ▶ SiLU ▶ down
+            ▶ residual sum ] x layers ▶ norm ▶ LM head ▶ the most likely token
+
+The last two run where every token of the step is sampled from, as in a step of decodes.
 
 With weights in bfloat16 the kernels are those that `DecoderModel.forward` calls one by one, so a
 token's result is the same to the last bit; what is saved is the way to them (some 3 ms of a step of
@@ -9,16 +12,17 @@ SmolLM2 on two cores).
 Weights that are kept in 4 or 8 bits have a program of their own, for very few tokens, whose
 products take and give more than bfloat16 holds: what is between them stays in float32, and products
 add to the residual sum themselves.
-"""  # noqa: E501
+"""
 
 import time
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from twostroke.arrays import Int32s, Int64s
 from twostroke.model import tile_ir
 from twostroke.model.elementwise import LEVELS_BYTES, float_bits, kernels
 from twostroke.model.few_rows import MAX_ROWS
@@ -35,12 +39,13 @@ if TYPE_CHECKING:
     from twostroke.worker.attention_numba import NumbaAttention
 
 _FIRST_ROTATIONS = 2048  # positions whose rotations are computed at once
+_ROTATIONS = 0  # of the small kernels' arguments, those of looking rotations up
 _SHARED_TOKENS = 4  # from here on, what is between the products is shared by the threads
 
 
 def few_tokens(model: DecoderModel, attention: PagedAttention) -> "FewTokens | None":
     """The fast way for steps of few tokens, or None where some kernel is missing."""
-    if kernels() is None or model.shard.size > 1:
+    if kernels() is None or model.shard.size > 1 or not model.embedding.is_contiguous():
         return None
     from twostroke.worker.attention_numba import NumbaAttention  # here, because numba is there
 
@@ -62,6 +67,25 @@ def few_tokens(model: DecoderModel, attention: PagedAttention) -> "FewTokens | N
     return FewTokens(model, attention, [*most, (MAX_ROWS, False)] if whole else most)
 
 
+class StepOutput(NamedTuple):
+    """Of a step of `num_tokens` tokens, in rows of tensors that may have more."""
+
+    num_tokens: int
+    hidden_rows: Tensor
+    logit_rows: Tensor | None = None
+    best: Int32s | None = None  # each one's most likely next token, or -1: its logit is no number
+
+    @property
+    def hidden(self) -> Tensor:
+        """[T, hidden]"""
+        return self.hidden_rows[: self.num_tokens]
+
+    @property
+    def logits(self) -> Tensor | None:
+        """Those of `DecoderModel.logits`: [T, vocab] float32."""
+        return None if self.logit_rows is None else self.logit_rows[: self.num_tokens]
+
+
 class FewTokens:
     """Runs steps of at most `max_tokens` tokens. Made by `few_tokens`."""
 
@@ -76,51 +100,60 @@ class FewTokens:
         self.seconds_by_kind: defaultdict[str, float] | None = None
         self._model = model
         self._buffers = _Buffers(model)
-        self._known_rotations = model.rotary.rotations(torch.arange(_FIRST_ROTATIONS))
+        self._rotations = torch.empty(0)
         self._attention = attention.program(self._buffers.qkv, self._buffers.attended)
         self._programs = [
             (most, _Table(model, self._buffers, self._attention.calls, few_bits))
             for most, few_bits in programs
         ]
+        self._know_rotations(1)
 
-    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def forward(
+        self, token_ids: Int64s, positions: Int64s, *, with_logits: bool = False
+    ) -> StepOutput:
         """token_ids and positions [T] -> hidden states [T, hidden], as `DecoderModel.forward`.
 
-        The attention must have planned the step. The result is overwritten by the next step.
+        `with_logits` asks for logits too, which are given where the LM head has a kernel. The
+        attention must have planned the step. What is returned is overwritten by the next step.
         """
         count, buffers = len(token_ids), self._buffers
-        buffers.h[:count] = self._model.embed(token_ids)
-        buffers.rotations[:count] = self._rotations(positions)
+        buffers.token_ids[:count], buffers.positions[:count] = token_ids, positions
+        self._know_rotations(int(positions.max()) + 1)
         self._attention.begin()
         table = self._table(count)
+        with_logits &= table.has_logits
         table.begin(count)
-        if count >= _SHARED_TOKENS:
-            self._run(table, table.program.num_threads)
-            return buffers.x[:count]
-        start_s = time.perf_counter()
-        self._run(table, table.threads.choose(table.program.num_threads))
-        table.threads.add(time.perf_counter() - start_s)
-        return buffers.x[:count]
+        if count >= _SHARED_TOKENS or not with_logits:  # unlike steps cannot be compared
+            self._run(table, table.program.num_threads, with_logits)
+        else:
+            start_s = time.perf_counter()
+            self._run(table, table.threads.choose(table.program.num_threads), with_logits)
+            table.threads.add(time.perf_counter() - start_s)
+        if not with_logits:
+            return StepOutput(count, buffers.x)
+        return StepOutput(count, buffers.x, buffers.logits, buffers.best[:count])
 
-    def _run(self, table: "_Table", num_threads: int) -> None:
+    def _run(self, table: "_Table", num_threads: int, with_logits: bool) -> None:
+        num_calls = len(table.kinds) if with_logits else table.num_calls_to_hidden
         if self.seconds_by_kind is None:
-            table.program.run(num_threads)
+            table.program.run(num_threads, num_calls)
             return
-        times = table.program.run_timed(num_threads).tolist()
-        for kind, seconds in zip(table.kinds, times, strict=True):
+        times = table.program.run_timed(num_threads, num_calls).tolist()
+        for kind, seconds in zip(table.kinds, times, strict=False):
             self.seconds_by_kind[kind] += seconds
 
-    def _rotations(self, positions: Tensor) -> Tensor:
+    def _know_rotations(self, num_positions: int) -> None:
         """Those of `Rotary`, kept: computing a few anew takes six operations of torch."""
-        needed = int(positions.max()) + 1
-        if needed > len(self._known_rotations):
-            every = torch.arange(2 * needed, device=positions.device)
-            self._known_rotations = self._model.rotary.rotations(every)
-        return self._known_rotations[positions]
+        if num_positions > len(self._rotations):
+            every = torch.arange(max(2 * num_positions, _FIRST_ROTATIONS))
+            self._rotations = self._model.rotary.rotations(every).contiguous()
+            for _, table in self._programs:
+                table.look_up_in(self._rotations)
 
-    def calls_by_kind(self, num_tokens: int) -> Counter[str]:
+    def calls_by_kind(self, num_tokens: int, *, with_logits: bool) -> Counter[str]:
         """How many kernels of each kind a step of that many tokens runs."""
-        return Counter(self._table(num_tokens).kinds)
+        table = self._table(num_tokens)
+        return Counter(table.kinds if with_logits else table.kinds[: table.num_calls_to_hidden])
 
     def _table(self, num_tokens: int) -> "_Table":
         return next(table for most, table in self._programs if num_tokens <= most)
@@ -139,6 +172,9 @@ class _Buffers:
             return torch.zeros((MAX_ROWS, *dims), dtype=dtype)
 
         attended = shard.num_heads * shape.head_dim
+        # What steps are given, and what comes of them.
+        self.token_ids, self.positions, self.best = np.zeros((3, MAX_ROWS), np.int32)
+        self.logits = buffer(shape.vocab_size, dtype=torch.float32)
         self.h = buffer(shape.hidden_size, dtype=torch.float32)
         self.x, self.y = buffer(shape.hidden_size), buffer(shape.hidden_size)
         self.qkv = buffer(shard.num_heads + 2 * shard.num_kv_heads, shape.head_dim)
@@ -165,39 +201,54 @@ class _Table:
     ) -> None:
         from twostroke.model.elementwise_kernels import NUM_ARGUMENTS
         from twostroke.model.program import Program
+        from twostroke.model.step_ends import address
 
         kernel = kernels()
         assert kernel is not None
-        self._kernel = kernel
+        self._kernel, self._address = kernel, address
         self._model, self._buffers = model, buffers
         self._few_bits = few_bits
         self._threads = torch.get_num_threads()
         num_layers = len(model.layers)
-        self._products = np.zeros((4 * num_layers, tile_ir.NUM_ARGUMENTS), np.int64)
-        self._small = np.zeros((9 * num_layers + 1, NUM_ARGUMENTS), np.int64)
-        self._num_products = self._num_small = 0
+        self._products = np.zeros((4 * num_layers + 1, tile_ir.NUM_ARGUMENTS), np.int64)
+        self._small = np.zeros((9 * num_layers + 5, NUM_ARGUMENTS), np.int64)
+        self._num_products = self._num_small = self._num_tokens = 0
         self._calls: list[tuple[int, int]] = []
         self.kinds: list[str] = []
         self._are_small: list[bool] = []
-        self._list_calls(attention)
+        self._list_layers(attention)
+        self.num_calls_to_hidden = len(self.kinds)
+        head = model.lm_head
+        has_kernel = head.few_rows is not None or (few_bits and head.quantised is not None)
+        self.has_logits = has_kernel and head.int8 is None  # which gives no sums in float32
+        if self.has_logits:
+            self._list_head()
         self.program = Program(self._calls)
         self.threads = ThreadCount()
         self._small_calls = np.array(self._are_small)
 
     def begin(self, num_tokens: int) -> None:
         """To be called before each run."""
-        self._products[:, tile_ir.ROWS] = num_tokens
         self._products[:, tile_ir.TICKET] = 0
+        if num_tokens == self._num_tokens:
+            return
+        self._num_tokens = num_tokens
+        self._products[:, tile_ir.ROWS] = num_tokens
         shared = num_tokens >= _SHARED_TOKENS
         self._small[:, :3] = self._kernel.first(num_tokens, self._threads if shared else 1)
         self.program.share(self._small_calls, shared)
 
-    def _list_calls(self, attention: list[tuple[int, int]]) -> None:
+    def look_up_in(self, rotations: Tensor) -> None:
+        """A table of each position's rotations."""
+        self._small[_ROTATIONS, 3] = rotations.data_ptr()
+
+    def _list_layers(self, attention: list[tuple[int, int]]) -> None:
         model, buffers = self._model, self._buffers
         shape, shard, kernel = model.shape, model.shard, self._kernel
         eps = float_bits(shape.rms_norm_eps)
         h, x, y = buffers.h.data_ptr(), buffers.x.data_ptr(), buffers.y.data_ptr()
         qkv, attended = buffers.qkv.data_ptr(), buffers.attended.data_ptr()
+        self._look_up()
         rotations, rotated = buffers.rotations.data_ptr(), shard.num_heads + shard.num_kv_heads
         heads, hidden, added = rotated + shard.num_kv_heads, shape.hidden_size, 0
         summed = (h, ADDED) if self._few_bits else (y, ROUNDED)
@@ -219,6 +270,27 @@ class _Table:
             self._norm(mlp.gate_up, layer.mlp_norm, added)
             self._mlp(mlp, *summed)
         self._add("norm", kernel.add_norm, h, added, model.final_norm.data_ptr(), x, hidden, eps)
+
+    def _look_up(self) -> None:
+        """The tokens' embeddings, and their positions' rotations in a table yet to be told."""
+        buffers, width = self._buffers, self._model.shape.hidden_size
+        positions, rotations = buffers.positions.ctypes.data, buffers.rotations
+        assert self._num_small == _ROTATIONS
+        size = rotations[0].numel()
+        self._add("embed", self._address("look_up"), 0, positions, rotations.data_ptr(), size)
+        table, token_ids = self._model.embedding.data_ptr(), buffers.token_ids.ctypes.data
+        self._add("embed", self._address("embed"), table, token_ids, buffers.h.data_ptr(), width)
+
+    def _list_head(self) -> None:
+        """From the hidden states to logits, and to the most likely token of each."""
+        buffers, head, shape = self._buffers, self._model.lm_head, self._model.shape
+        x, logits = buffers.x.data_ptr(), buffers.logits.data_ptr()
+        if self._takes_levels(head):
+            groups, wide = shape.hidden_size // GROUP, buffers.wide.data_ptr()
+            levels = buffers.levels.data_ptr()
+            self._add("levels", self._kernel.levels, x, levels, groups, wide)
+        self._multiply("lm head", head, x, logits, WIDE)
+        self._add("best", self._address("best"), logits, buffers.best.ctypes.data, shape.vocab_size)
 
     def _norm(self, linear: Linear, weight: Tensor, added: int) -> None:
         """The residual sum's norm, as the linear layer takes it."""

@@ -27,7 +27,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from twostroke.messages import NO_TOKENS, Bools, Int32s, Int64s, NewRequest, StepPlan
+from twostroke.messages import (
+    NO_TOKENS,
+    Bools,
+    Int32s,
+    Int64s,
+    NewRequest,
+    SamplingParams,
+    StepPlan,
+)
+from twostroke.worker.input_rows import FAULTS, accept_rows, append_rows, fill_rows, sampled_rows
 
 
 class PlanError(RuntimeError):
@@ -76,6 +85,7 @@ class SeatTable:
         self.block_ids = np.zeros((max_num_seqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int32)
         self.taken = np.zeros(max_num_seqs, np.bool_)
+        self._named = np.zeros(max_num_seqs, np.bool_)  # scratch: seats that rows have named
 
     def apply(self, plan: StepPlan) -> None:
         """Vacate, seat and grow, in that order. Raises PlanError and names what is wrong."""
@@ -132,15 +142,41 @@ class SeatTable:
         `num_drafts` [R] is how many drafts `put_drafts` was given for each, at most the plan's;
         empty: none. The rows' tokens count as computed from now on.
         """
-        slots, counts = plan.slots, plan.num_scheduled
-        starts = self._check_rows(plan)
-        if len(plan.num_drafts):
-            counts = counts - plan.num_drafts
-            if len(num_drafts):
-                counts += num_drafts
-        self.num_computed[slots] = starts + counts
-        self.num_rejected[slots] = plan.num_drafts if len(plan.num_drafts) else 0
-        return self.rows(slots, starts, counts)
+        # Copies, since columns that came in a message cannot be written: another type to numba.
+        slots, drafts = np.array(plan.slots, np.int32), np.array(plan.num_drafts, np.int32)
+        planned, counts = (np.array(it, np.int32) for it in (plan.num_computed, plan.num_scheduled))
+        samples, rows = np.array(plan.samples, np.bool_), len(slots)
+        for name, column in (
+            ("num_computed", planned),
+            ("num_scheduled", counts),
+            ("samples", samples),
+        ):
+            if len(column) != rows:
+                raise PlanError(f"{rows} rows but {len(column)} of {name}")
+        if len(drafts) != rows:
+            if len(drafts):
+                raise PlanError(f"{rows} rows with {drafts.tolist()} drafts")
+            drafts = np.zeros(rows, np.int32)
+        total = int(counts.sum())
+        token_ids, positions = np.empty((2, max(total, 0)), np.int64)
+        query_start, starts = np.zeros(rows + 1, np.int32), np.empty(rows, np.int32)
+        fault, row, limit, longest = fill_rows(
+            *(slots, planned, counts, samples, drafts),
+            *(num_drafts if len(num_drafts) else np.zeros(rows, np.int32), self.block_size),
+            *(self.token_ids, self.num_tokens, self.num_computed, self.num_rejected),
+            *(self.num_blocks, self.taken, self._named),
+            *(token_ids, positions, query_start, starts),
+        )
+        if fault >= 0:
+            self._refuse(plan, fault, row, limit)
+        total = query_start[-1]
+        return StepInputs(
+            token_ids=token_ids[:total],
+            positions=positions[:total],
+            query_start=query_start,
+            num_computed=starts,
+            block_tables=self.block_ids[slots, : -(-longest // self.block_size)],
+        )
 
     def rows(self, seats: Int32s, starts: Int32s, counts: Int32s) -> StepInputs:
         """Row i runs `counts[i]` tokens of `seats[i]` from `starts[i]` on."""
@@ -166,53 +202,45 @@ class SeatTable:
         drafts: Int32s = self.token_ids[np.repeat(seats, counts), positions]
         return drafts
 
-    def append(self, seats: Int32s, counts: Int32s, token_ids: Int32s) -> None:
-        """Write `counts` sampled tokens (flat in `token_ids`) at the end of each of `seats`.
+    def sampled_rows(self, seats: Int32s, widths: Int32s) -> tuple[Int32s, Int32s, Int32s]:
+        """Seat, position and draft of each row that is sampled: `widths[i]` rows of `seats[i]`.
 
-        Drafts that are not among them are gone: only what precedes the last token is computed.
+        The last row of a seat has no draft: NO_DRAFT.
         """
-        self.put_drafts(seats, counts, token_ids)
-        self.num_tokens[seats] += counts
-        self.num_computed[seats] = self.num_tokens[seats] - 1
-        self.num_rejected[seats] -= counts - 1
+        rows: Int32s = np.empty((3, widths.sum()), np.int32)
+        sampled_rows(seats, widths, self.token_ids, self.num_tokens, *rows)
+        return rows[0], rows[1], rows[2]
 
-    def _check_rows(self, plan: StepPlan) -> Int32s:
-        """Where the rows start."""
-        rows = len(plan.slots)
-        for name in ("num_computed", "num_scheduled", "samples"):
-            if len(getattr(plan, name)) != rows:
-                raise PlanError(f"{rows} rows but {len(getattr(plan, name))} of {name}")
+    def append(
+        self,
+        seats: Int32s,
+        widths: Int32s,
+        token_ids: Int32s,
+        sound: Bools | None = None,
+        kept: Bools | None = None,
+    ) -> tuple[Int32s, Int32s]:
+        """Write `widths` sampled tokens (flat in `token_ids`) at the end of each of `seats`.
+
+        Of these, the ones that are `kept` (None: all). Drafts that are not among them are gone:
+        only what precedes the last token is computed. Returns how many each seat got, 0 if one of
+        them is not `sound`, and those tokens.
+        """
+        every = np.ones(len(token_ids), np.bool_)
+        counts, appended = np.empty(len(seats), np.int32), np.empty(len(token_ids), np.int32)
+        total = append_rows(
+            *(seats, widths, token_ids),
+            *(every if sound is None else sound, every if kept is None else kept),
+            *(self.token_ids, self.num_tokens, self.num_computed, self.num_rejected),
+            *(counts, appended),
+        )
+        return counts, appended[:total]
+
+    def _refuse(self, plan: StepPlan, fault: int, row: int, limit: int) -> None:
         self._check_seats("slots", plan.slots)
-        drafts: Int32s = plan.num_drafts
-        if not len(drafts):
-            drafts = np.zeros(rows, np.int32)
-        if len(drafts) != rows or (drafts < 0).any():
-            raise PlanError(f"{rows} rows with {drafts.tolist()} drafts")
-        self._refuse(plan, plan.num_computed < 0, "has a negative number of computed tokens")
-        computed = self.num_computed[plan.slots]
-        limit = computed + self.num_rejected[plan.slots]
-        self._refuse(plan, plan.num_computed > limit, "leaves a gap of tokens", limit)
-        starts = np.minimum(plan.num_computed, computed)
-        ends = starts + plan.num_scheduled - drafts
-        known = self.num_tokens[plan.slots]
-        self._refuse(plan, ends <= starts, "schedules no token")
-        self._refuse(plan, ends > known, "runs past its known tokens", known)
-        self._refuse(plan, plan.samples & (ends != known), "samples before its last token", known)
-        self._refuse(plan, ~plan.samples & (drafts > 0), "verifies drafts without sampling", known)
-        full = plan.samples & (ends + drafts >= self.token_ids.shape[1])
-        self._refuse(plan, full, "samples past the model's length")
-        held = self.num_blocks[plan.slots] * self.block_size
-        self._refuse(plan, ends + drafts > held, "runs past its blocks' slots", held)
-        return starts
-
-    def _refuse(self, plan: StepPlan, wrong: Bools, what: str, limit: Int32s | None = None) -> None:
-        if not wrong.any():
-            return
-        row = int(np.argmax(wrong))
         raise PlanError(
-            f"step {plan.step}, row {row} (seat {plan.slots[row]}) {what}: "
+            f"step {plan.step}, row {row} (seat {plan.slots[row]}) {FAULTS[fault]}: "
             f"{plan.num_computed[row]} computed + {plan.num_scheduled[row]} scheduled"
-            + ("" if limit is None else f"; limit {limit[row]}")
+            + ("" if limit < 0 else f"; limit {limit}")
         )
 
     def _check_seats(self, name: str, seats: Int32s) -> None:
@@ -228,3 +256,43 @@ class SeatTable:
     def _check_blocks(self, name: str, blocks: Int32s) -> None:
         if len(blocks) and (blocks.min() < 0 or blocks.max() >= self.num_pool_blocks):
             raise PlanError(f"{name}: block ids {blocks.tolist()} outside {self.num_pool_blocks}")
+
+
+def warm_up_rows() -> None:
+    """Compile what `input_rows` has, or load it from the cache: before the first step needs it."""
+    seats = SeatTable(max_num_seqs=1, max_model_len=4, block_size=4, num_blocks=2)
+    slots, ones = np.zeros(1, np.int32), np.ones(1, np.int32)
+    new = NewRequest(
+        slot=0,
+        request_id="warm-up",
+        token_ids=ones,
+        num_prompt_tokens=1,
+        params=SamplingParams(),
+        stop_token_ids=(),
+        block_ids=ones,
+    )
+    plan = StepPlan(
+        step=0,
+        slots=slots,
+        num_computed=slots,
+        num_scheduled=ones,
+        samples=np.ones(1, np.bool_),
+        new=[new],
+    )
+    seats.apply(plan)
+    seats.step_inputs(plan)
+    row_seats, _, drafts = seats.sampled_rows(slots, ones)
+    accept_rows(row_seats, drafts == drafts, np.empty(1, np.bool_))
+    seats.append(slots, ones, ones)
+
+
+def null_block_inputs(counts: tuple[int, ...], block_size: int) -> StepInputs:
+    """Rows of `counts` tokens that follow one computed block; all read and write block 0."""
+    query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    return StepInputs(
+        token_ids=np.zeros(query_start[-1], np.int64),
+        positions=np.zeros(query_start[-1], np.int64),
+        query_start=query_start,
+        num_computed=np.full(len(counts), block_size, np.int32),
+        block_tables=np.zeros((len(counts), 3), np.int32),
+    )

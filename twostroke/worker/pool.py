@@ -22,6 +22,8 @@ from twostroke.connector.base import KvMemory
 from twostroke.errors import ConfigError
 from twostroke.kv.sizing import KvLayout
 from twostroke.kv_messages import KvLayoutRecord
+from twostroke.model.parallel import Shard
+from twostroke.shape import ModelShape
 from twostroke.worker import handoff
 
 Fact = tuple[str, str, str]  # name, value, reason
@@ -120,6 +122,18 @@ def _more_memory_hint(device: str) -> str:
     if device == "cpu":
         return "give more with --kv-cache-memory-bytes"
     return "give more with --gpu-memory-utilization"
+
+
+def parallel_facts(shape: ModelShape, shard: Shard) -> list[Fact]:
+    """What of the model a rank has, when there are several."""
+    if shard.size == 1:
+        return []
+    heads = f"{shard.num_heads} of {shape.num_heads} heads"
+    kv_heads = f"{shard.num_kv_heads} of {shape.num_kv_heads} KV heads"
+    reason = f"--tensor-parallel-size; each has {heads} and {kv_heads}"
+    if shape.num_experts:
+        reason += f", and its share of {shape.num_experts} experts"
+    return [("Tensor parallel", f"{shard.size} ranks", reason)]
 
 
 def cpu_memory(

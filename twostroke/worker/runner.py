@@ -51,11 +51,18 @@ from twostroke.worker.attention import NO_INT8_HINT, make_attention, why_no_int8
 from twostroke.worker.device import DTYPES, choose_device, choose_dtype, estimate_activations
 from twostroke.worker.draft_model import ModelDrafter, check_vocabulary
 from twostroke.worker.drafting import Drafter, NgramDrafter
-from twostroke.worker.few_tokens import few_tokens
-from twostroke.worker.inputs import PlanError, SeatTable, StepInputs, spans
+from twostroke.worker.few_tokens import StepOutput, few_tokens
+from twostroke.worker.inputs import (
+    PlanError,
+    SeatTable,
+    StepInputs,
+    null_block_inputs,
+    spans,
+    warm_up_rows,
+)
 from twostroke.worker.logprobs import token_logprobs
 from twostroke.worker.pool import Fact
-from twostroke.worker.sampler import NO_DRAFT, Sampled, Sampler
+from twostroke.worker.sampler import Sampled, Sampler
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -113,7 +120,7 @@ class ModelRunner:
         self.num_blocks = size.num_blocks
         self.max_model_len = size.max_model_len
         self.facts: list[Fact] = [device_fact, dtype_fact, weights_fact, *size.facts]
-        self.facts += self._parallel_facts()
+        self.facts += pool.parallel_facts(shape, self.model.shard)
 
         self.kv_pool, self.connector = self._allocate_pool(config, checkpoint, layout, engine_id)
         self.attention = make_attention(
@@ -134,6 +141,7 @@ class ModelRunner:
         )
         # Seats whose prompt log-probs are wanted: how many of the top, else -1.
         self._prompt_logprobs = np.full(config.max_num_seqs, -1, np.int32)
+        self._num_prompt_logprobs = 0  # of these seats
         self._num_drafts = config.num_speculative_tokens
         self._reports_drafts = not config.async_scheduling
         self.drafter = self._make_drafter(config, draft, draft_layout)
@@ -249,17 +257,6 @@ class ModelRunner:
         self.facts.append(("Drafts", most, f"--speculative-model {name}, {weights} weights"))
         return ModelDrafter(draft, draft_pool, self.seats)
 
-    def _parallel_facts(self) -> list[Fact]:
-        shape, shard = self.model.shape, self.model.shard
-        if shard.size == 1:
-            return []
-        heads = f"{shard.num_heads} of {shape.num_heads} heads"
-        kv_heads = f"{shard.num_kv_heads} of {shape.num_kv_heads} KV heads"
-        reason = f"--tensor-parallel-size; each has {heads} and {kv_heads}"
-        if shape.num_experts:
-            reason += f", and its share of {shape.num_experts} experts"
-        return [("Tensor parallel", f"{shard.size} ranks", reason)]
-
     def _memory(self, config: EngineConfig, free_bytes: int, activation_bytes: int) -> pool.Memory:
         """What is left for the KV pool, on the rank with the least.
 
@@ -307,12 +304,15 @@ class ModelRunner:
         self.seats.apply(plan)
         if self.group.rank == 0:
             self.sampler.vacate(plan.freed_slots)
+        if self._num_prompt_logprobs:
+            for seat in plan.freed_slots.tolist():
+                self._want_prompt_logprobs(seat, -1)
         for new in plan.new:
             if self.group.rank == 0:
                 self.sampler.seat(new)
             # A request that comes back with outputs has had its prompt's log-probs reported.
             wanted = new.params.prompt_logprobs if self._in_prompt(new.slot) else None
-            self._prompt_logprobs[new.slot] = -1 if wanted is None else wanted
+            self._want_prompt_logprobs(new.slot, -1 if wanted is None else wanted)
         result = StepResult(
             step=plan.step, num_sampled=np.zeros(len(plan.slots), np.int32), token_ids=NO_TOKENS
         )
@@ -334,34 +334,47 @@ class ModelRunner:
     def _in_prompt(self, seat: int) -> bool:
         return bool(self.seats.num_tokens[seat] == self.seats.num_prompt_tokens[seat])
 
-    @torch.inference_mode()
+    def _want_prompt_logprobs(self, seat: int, num_top: int) -> None:
+        self._num_prompt_logprobs += (num_top >= 0) - int(self._prompt_logprobs[seat] >= 0)
+        self._prompt_logprobs[seat] = num_top
+
     def _run_rows(self, plan: StepPlan, result: StepResult) -> None:
         num_drafts = self._fill_in_drafts(plan)
         inputs = self.seats.step_inputs(plan, num_drafts)
-        hidden = self.forward(inputs)
-        if self.drafter is not None:
-            self.drafter.follow(plan, inputs)
-        self._report_prompt_logprobs(plan, inputs, hidden, result)
-        rows = np.flatnonzero(plan.samples)
-        if not len(rows):
-            return
+        rows = plan.samples.nonzero()[0]
         # A row with g drafts is sampled at its last g + 1 positions.
         widths = np.ones(len(rows), np.int32)
         if len(num_drafts):
             widths += num_drafts[rows]
             result.num_verified = num_drafts
-        last = torch.from_numpy(spans(inputs.query_start[rows + 1] - widths, widths))
-        logits = self.model.logits(hidden[last.to(self.device)])
-        sampled = self._agree(logits, plan.slots[rows], widths)
-        self._keep(plan, rows, widths, sampled, result)
+        all_sample = len(inputs.token_ids) == (widths.sum() if len(num_drafts) else len(rows))
+        output = self._forward(inputs, with_logits=all_sample)
+        if self.drafter is not None:
+            self.drafter.follow(plan, inputs)
+        if self._num_prompt_logprobs:
+            self._report_prompt_logprobs(plan, inputs, output.hidden, result)
+        if not len(rows):
+            return
+        seats = plan.slots[rows]
+        if output.best is not None and self.sampler.wants_best(seats):
+            row_seats, _, drafts = self._sampled_rows(seats, widths)
+            sampled = self.sampler.take_best(output.best, row_seats, drafts)
+        else:
+            last = spans(inputs.query_start[rows + 1] - widths, widths)
+            sampled = self._agree(output, last, seats, widths)
+        self._keep(seats, rows, widths, sampled, result)
         if self.drafter is not None and self._reports_drafts:
             self._propose_next(plan, result)
 
-    def _agree(self, logits: Tensor, seats: Int32s, widths: Int32s) -> Sampled:
-        """What rank 0 samples, on every rank (but for log-probs)."""
+    @torch.inference_mode()
+    def _agree(self, output: StepOutput, last: Int64s, seats: Int32s, widths: Int32s) -> Sampled:
+        """What rank 0 samples at the tokens `last`, on every rank (but for log-probs)."""
+        logits = output.logits
+        if logits is None:
+            logits = self.model.logits(output.hidden[torch.from_numpy(last).to(self.device)])
         if self.group.size == 1:
             return self._sample(logits, seats, widths)
-        said = torch.empty((3, int(widths.sum())), dtype=torch.int32)
+        said = torch.empty((3, len(last)), dtype=torch.int32)
         if self.group.rank == 0:
             sampled = self._sample(logits, seats, widths)
             columns = (sampled.token_ids, sampled.sound, sampled.kept)
@@ -372,35 +385,35 @@ class ModelRunner:
 
     def _sample(self, logits: Tensor, seats: Int32s, widths: Int32s) -> Sampled:
         """Sample at `widths[i]` positions of `seats[i]`, the last ones behind drafts."""
-        starts = self.seats.num_tokens[seats]
-        if int(widths.max()) == 1:
-            return self.sampler.sample(logits, seats, starts)
-        drafts = np.full(len(logits), NO_DRAFT, np.int32)
-        ends = np.cumsum(widths) - 1
-        drafts[np.delete(np.arange(len(logits)), ends)] = self.seats.drafts(seats, widths - 1)
-        return self.sampler.sample(logits, np.repeat(seats, widths), spans(starts, widths), drafts)
+        row_seats, positions, drafts = self._sampled_rows(seats, widths)
+        return self.sampler.sample(logits, row_seats, positions, drafts)
+
+    def _sampled_rows(self, seats: Int32s, widths: Int32s) -> tuple[Int32s, Int32s, Int32s]:
+        """Seat and position of each row that is sampled; and drafts, if any has one."""
+        if self.drafter is None:
+            return seats, self.seats.num_tokens[seats], NO_TOKENS
+        return self.seats.sampled_rows(seats, widths)
 
     def _keep(
-        self, plan: StepPlan, rows: Int64s, widths: Int32s, sampled: Sampled, result: StepResult
+        self, seats: Int32s, rows: Int64s, widths: Int32s, sampled: Sampled, result: StepResult
     ) -> None:
         """Write the tokens that hold to their seats and into the result."""
+        counts, result.token_ids = self.seats.append(
+            seats, widths, sampled.token_ids, sampled.sound, sampled.kept
+        )
+        result.num_sampled[rows] = counts
+        if not sampled.sound.all():
+            for row in rows[counts == 0].tolist():
+                result.errors.append(
+                    RowError(row, "no token can be sampled: the model's logits are not finite")
+                )
+        if not sampled.logprobs:
+            return
         firsts = np.cumsum(widths) - widths
-        counts = np.add.reduceat(sampled.kept, firsts, dtype=np.int32)
-        self.seats.append(plan.slots[rows], counts, sampled.token_ids[sampled.kept])
-        sound = ~np.logical_or.reduceat(sampled.kept & ~sampled.sound, firsts)
-        result.num_sampled[rows[sound]] = counts[sound]
-        kept = sampled.kept & np.repeat(sound, widths)
-        result.token_ids = sampled.token_ids[kept]
-        for row, first, count in zip(
-            rows[sound].tolist(), firsts[sound].tolist(), counts[sound].tolist(), strict=True
-        ):
-            if first in sampled.logprobs:
+        for row, first, count in zip(rows.tolist(), firsts.tolist(), counts.tolist(), strict=True):
+            if count and first in sampled.logprobs:
                 theirs = [sampled.logprobs[i] for i in range(first, first + count)]
                 result.logprobs.append(RowLogprobs(row, theirs))
-        for row in rows[~sound].tolist():
-            result.errors.append(
-                RowError(row, "no token can be sampled: the model's logits are not finite")
-            )
 
     def _fill_in_drafts(self, plan: StepPlan) -> Int32s:
         """Put the drafts of the plan, or our own, behind their seats' tokens; how many [rows]."""
@@ -435,13 +448,19 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states [T, hidden] after the final norm."""
-        self.attention.plan(inputs.query_start, inputs.num_computed, inputs.block_tables)
-        token_ids = torch.from_numpy(inputs.token_ids).to(self.device)
-        positions = torch.from_numpy(inputs.positions).to(self.device)
-        if self.few_tokens is not None and len(token_ids) <= self.few_tokens.max_tokens:
-            return self.few_tokens.forward(token_ids, positions)
-        return self.model.forward(token_ids, positions, self.attention)
+        return self._forward(inputs, with_logits=False).hidden
 
+    def _forward(self, inputs: StepInputs, *, with_logits: bool) -> StepOutput:
+        """Hidden states, and those of few tokens' logits too if wanted and they have a kernel."""
+        self.attention.plan(inputs.query_start, inputs.num_computed, inputs.block_tables)
+        few, token_ids, positions = self.few_tokens, inputs.token_ids, inputs.positions
+        if few is not None and len(token_ids) <= few.max_tokens:
+            return few.forward(token_ids, positions, with_logits=with_logits)
+        ids, at = (torch.from_numpy(it).to(self.device) for it in (token_ids, positions))
+        hidden = self.model.forward(ids, at, self.attention)
+        return StepOutput(len(hidden), hidden)
+
+    @torch.inference_mode()
     def _report_prompt_logprobs(
         self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, result: StepResult
     ) -> None:
@@ -475,22 +494,11 @@ class ModelRunner:
         """Run a decode batch and a prefill with a prefix in the null block, to compile kernels."""
         if progress is not None:
             progress("kernels", 0, 1)
+        warm_up_rows()
         for counts in ((1, 1), (self.seats.block_size, 1), (2, 2)):
-            inputs = _null_block_inputs(counts, self.seats.block_size)
-            self.forward(inputs)
+            inputs = null_block_inputs(counts, self.seats.block_size)
+            self._forward(inputs, with_logits=True)
             if isinstance(self.drafter, ModelDrafter):
                 self.drafter.forward(inputs)
         if progress is not None:
             progress("kernels", 1, 1)
-
-
-def _null_block_inputs(counts: tuple[int, ...], block_size: int) -> StepInputs:
-    """Rows of `counts` tokens that follow one computed block; all read and write block 0."""
-    query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    return StepInputs(
-        token_ids=np.zeros(query_start[-1], np.int64),
-        positions=np.zeros(query_start[-1], np.int64),
-        query_start=query_start,
-        num_computed=np.full(len(counts), block_size, np.int32),
-        block_tables=np.zeros((len(counts), 3), np.int32),
-    )

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from twostroke.messages import NO_TOKENS, Bools, Int32s, Int64s, NewRequest, TokenLogprobs
+from twostroke.worker.input_rows import accept_rows
 from twostroke.worker.inputs import spans
 from twostroke.worker.logprobs import token_logprobs
 from twostroke.worker.sampler_draw import UInt64s, draw, uniforms
@@ -36,7 +37,7 @@ HIGHEST_TEMPERATURE = 1e30
 NO_DRAFT = -1  # equals no token
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Sampled:
     """A token for each row; where `sound` is False there was none to draw and it is 0.
 
@@ -69,6 +70,7 @@ class Sampler:
         self._held_back: dict[int, Int64s] = {}  # seat -> ids masked until min_tokens
         self._bias: dict[int, tuple[Int64s, Tensor]] = {}  # seat -> ids, what to add
         self._has_bias = np.zeros(max_num_seqs, np.bool_)
+        self._special: set[int] = set()  # seats that want more than their most likely token
         self._penalties = _Penalties(max_num_seqs, vocab_size, device)
 
     def seat(self, new: NewRequest) -> None:
@@ -89,10 +91,19 @@ class Sampler:
         self._has_bias[seat] = len(ids) > 0
         self._bias[seat] = ids, torch.tensor([bias[i] for i in ids.tolist()], dtype=torch.float32)
         self._penalties.seat(new)
+        if (
+            self._temperature[seat] >= GREEDY_BELOW
+            or self._num_logprobs[seat] >= 0
+            or self._min_tokens[seat] > 0
+            or self._has_bias[seat]
+            or self._penalties.of(seat)
+        ):
+            self._special.add(seat)
 
     def vacate(self, seats: Int32s) -> None:
         """Forget what these seats held."""
         for seat in seats.tolist():
+            self._special.discard(seat)
             self._held_back.pop(seat, None)
             self._bias.pop(seat, None)
             self._penalties.vacate(seat)
@@ -109,7 +120,11 @@ class Sampler:
         return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 
     def sample(
-        self, logits: Tensor, seats: Int32s, positions: Int32s | Int64s, drafts: Int32s = NO_TOKENS
+        self,
+        logits: Tensor,
+        seats: Int32s,
+        positions: Int32s | Int64s,
+        drafts: Int32s = NO_TOKENS,
     ) -> Sampled:
         """Sample one token for each row of `logits` [R, V] float32, which may be overwritten.
 
@@ -139,9 +154,7 @@ class Sampler:
         if not sound.all():
             tokens[torch.from_numpy(~sound).to(self._device)] = 0
         token_ids = tokens.to("cpu", torch.int32).numpy()
-        kept = np.ones(len(seats), np.bool_)
-        if len(drafts):
-            kept = _accept(seats, sound & (token_ids == drafts))
+        kept = _kept(seats, sound, token_ids, drafts)
         self._penalties.count(seats, tokens, kept)
         logprobs: dict[int, TokenLogprobs] = {}
         if len(reported):
@@ -150,6 +163,17 @@ class Sampler:
             found = token_logprobs(raw, tokens[rows], wanted)
             logprobs = dict(zip(reported.tolist(), found, strict=True))
         return Sampled(token_ids, sound, kept, logprobs)
+
+    def take_best(self, best: Int32s, seats: Int32s, drafts: Int32s = NO_TOKENS) -> Sampled:
+        """What `sample` says where `wants_best(seats)`: the most likely token of each row, which is
+        -1 in `best` [R] if its logit is not a number."""
+        sound: Bools = best >= 0
+        token_ids = np.maximum(best, 0)
+        return Sampled(token_ids, sound, _kept(seats, sound, token_ids, drafts))
+
+    def wants_best(self, seats: Int32s) -> bool:
+        """Whether all of these want their most likely token, and nothing else is asked for."""
+        return not self._special or self._special.isdisjoint(seats.tolist())
 
     def _edit(
         self, logits: Tensor, seats: Int32s, outputs: Int32s | Int64s, drafts: Int32s
@@ -184,10 +208,12 @@ def _places(seats: Int32s) -> Int64s:
     return places
 
 
-def _accept(seats: Int32s, accepted: Bools) -> Bools:
-    """Rows all of whose seat's rows before them had their draft `accepted`."""
-    refused: Int64s = np.cumsum(~accepted) - ~accepted  # before each row
-    kept: Bools = refused == refused[np.arange(len(seats)) - _places(seats)]
+def _kept(seats: Int32s, sound: Bools, token_ids: Int32s, drafts: Int32s) -> Bools:
+    """Rows that build on nothing but accepted drafts."""
+    if not len(drafts):
+        return np.ones(len(seats), np.bool_)
+    kept = np.empty(len(seats), np.bool_)
+    accept_rows(seats, sound & (token_ids == drafts), kept)
     return kept
 
 
@@ -239,6 +265,10 @@ class _Penalties:
         self._counts[line] = torch.from_numpy(counts).to(self._device)
         self._seen[line] = False
         self._seen[line, torch.from_numpy(new.token_ids.astype(np.int64)).to(self._device)] = True
+
+    def of(self, seat: int) -> bool:
+        """Whether this seat's tokens are penalised."""
+        return bool(self._line[seat] >= 0)
 
     def _grow(self) -> None:
         """Double the lines."""

@@ -12,7 +12,9 @@ from tests.cpu.model.test_gguf import Quant, write_gguf
 from tests.cpu.worker.driving import Driver, Request, small_config
 from twostroke.checkpoint import open_checkpoint
 from twostroke.errors import ConfigError
+from twostroke.model.elementwise import kernels
 from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS, works
+from twostroke.model.step_ends import address
 from twostroke.testing.tiny_model import write_tiny_checkpoint
 from twostroke.worker import runner as runner_module
 from twostroke.worker.few_tokens import FewTokens, few_tokens
@@ -23,7 +25,7 @@ from twostroke.worker.runner import ModelRunner
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
-    write_tiny_checkpoint(path, request.param, num_hidden_layers=3)
+    write_tiny_checkpoint(path, request.param, num_hidden_layers=3, vocab_size=320)
     return path
 
 
@@ -113,6 +115,48 @@ def test_few_bits_are_what_the_layers_give_but_for_roundings(directory: Path, th
         assert torch.equal(runner.forward(alone)[0], hidden[1]), "neighbours change nothing"
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_logits_of_the_program_are_those_of_the_model(directory: Path, quantization: str) -> None:
+    runner = make_runner(directory, 1, quantization=quantization)
+    if runner.few_tokens is None:
+        pytest.skip("no kernel for few rows on this processor")
+    for counts in ([1], [1, 2], [9, 1]):
+        step = inputs_of(counts, 0)
+        plan = (step.query_start, step.num_computed, step.block_tables)
+        runner.attention.plan(*plan)
+        output = runner.few_tokens.forward(step.token_ids, step.positions, with_logits=True)
+        if output.logits is None:
+            pytest.skip("the LM head has no kernel")
+        assert output.best is not None
+        assert torch.equal(output.logits, runner.model.logits(output.hidden))
+        assert output.best.tolist() == output.logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 0),  # all are equal: the first
+        ({3: 2.0, 1500: 2.0}, 3),
+        ({2047: -1.0, 7: 1e-42}, 7),
+        ({9: float("nan"), 4: 5.0}, -1),
+        ({9: -float("nan"), 4: 5.0}, -1),
+        ({9: float("inf")}, -1),
+        (dict.fromkeys(range(2050), -3.0) | {2049: -2.0}, 2049),
+        (dict.fromkeys(range(2050), -float("inf")), -1),
+    ],
+)
+def test_the_best_is_the_first_of_the_largest_if_that_is_a_number(
+    changes: dict[int, float], expected: int
+) -> None:
+    logits, best = np.zeros((2, 2050), np.float32), np.zeros(2, np.int32)
+    for place, value in changes.items():
+        logits[1, place] = value
+    kernel = kernels()
+    assert kernel is not None
+    kernel.run(address("best"), 2, logits.ctypes.data, best.ctypes.data, 2050)
+    assert best.tolist() == [0, expected]
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
