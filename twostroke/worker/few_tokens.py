@@ -63,8 +63,10 @@ def few_tokens(model: DecoderModel, attention: PagedAttention) -> "FewTokens | N
     few_bits = any(linear.quantised is not None for linear in linears)
     if not whole and any(linear.quantised is None for linear in linears):
         return None
-    most = [(MAX_QUANTISED_ROWS if whole else MAX_ROWS, True)] if few_bits else []
-    return FewTokens(model, attention, [*most, (MAX_ROWS, False)] if whole else most)
+    programs = [(MAX_ROWS, not whole)]
+    if whole and (few_bits or model.lm_head.quantised is not None):
+        programs.insert(0, (MAX_QUANTISED_ROWS, few_bits))
+    return FewTokens(model, attention, programs)
 
 
 class StepOutput(NamedTuple):
@@ -103,7 +105,7 @@ class FewTokens:
         self._rotations = torch.empty(0)
         self._attention = attention.program(self._buffers.qkv, self._buffers.attended)
         self._programs = [
-            (most, _Table(model, self._buffers, self._attention.calls, few_bits))
+            (most, _Table(model, self._buffers, self._attention.calls, few_bits, most))
             for most, few_bits in programs
         ]
         self._know_rotations(1)
@@ -198,6 +200,7 @@ class _Table:
         buffers: _Buffers,
         attention: list[tuple[int, int]],
         few_bits: bool,
+        max_tokens: int,
     ) -> None:
         from twostroke.model.elementwise_kernels import NUM_ARGUMENTS
         from twostroke.model.program import Program
@@ -218,9 +221,10 @@ class _Table:
         self._are_small: list[bool] = []
         self._list_layers(attention)
         self.num_calls_to_hidden = len(self.kinds)
+        # The LM head's form is the one that `Linear` takes for as many rows.
         head = model.lm_head
-        has_kernel = head.few_rows is not None or (few_bits and head.quantised is not None)
-        self.has_logits = has_kernel and head.int8 is None  # which gives no sums in float32
+        self._few_bits = max_tokens <= MAX_QUANTISED_ROWS or head.few_rows is None
+        self.has_logits = head.int8 is None and (head.few_rows or head.quantised) is not None
         if self.has_logits:
             self._list_head()
         self.program = Program(self._calls)
