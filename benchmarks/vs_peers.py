@@ -2,12 +2,13 @@
 
     python benchmarks/vs_peers.py [MODEL.gguf] --python llama.cpp=PATH --python vllm=PATH ...
         [--peers llama.cpp vllm openvino transformers] [--cases a,b,c,d,drafts,serve,start,memory]
-        [--formats q4_1,bf16] [--rounds 3] [--json]
+        [--formats q4_1,bf16,int8] [--rounds 3] [--json]
 
 A peer runs in an environment of its own, whose Python is named by --python; docs/peers.md says how
 each is installed. Ours and theirs alternate, and what counts is the median of the ratios of the
-pairs: how many times better ours is, so a busy machine slows both. Missing forms of the model
-(bf16) are written from the GGUF file once, into --models.
+pairs: how many times better ours is, so a busy machine slows both. Missing forms of the model are
+written from the GGUF file once, into --models. int8: ours with --quantization int8, vLLM on a
+checkpoint in W8A8, the others in bf16.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peers import serving
-from peers.catalogue import OURS_FORMS, PEERS, Peer, command_of, our_command
+from peers.catalogue import OUR_FLAGS, OURS_FORMS, PEERS, Peer, command_of, our_command
 from peers.forms import Forms
 from peers.sides import Command, Side, SideError, running
 
@@ -99,9 +100,9 @@ class Comparison:
             for measure in (self.throughput, self.start, self.memory):
                 with self._noting_failures():
                     measure(peer.name, weights, commands)
-        if peer.name == "vllm" and "serve" in self.options.cases:
-            with self._noting_failures():
-                self.serve(python)
+            if peer.name == "vllm" and "serve" in self.options.cases:
+                with self._noting_failures():
+                    self.serve(python, weights, form)
 
     def throughput(self, peer: str, weights: str, commands: tuple[Command, Command]) -> None:
         if not self.cases:
@@ -165,14 +166,14 @@ class Comparison:
         self.rows.append(row)
         self._say(f"memory {weights}", row, 0)
 
-    def serve(self, python: str) -> None:
+    def serve(self, python: str, weights: str, form: str) -> None:
         units = ("mean TTFT, ms", "P99 TTFT, ms", "mean TPOT, ms", "P99 TPOT, ms")
-        directory = self.forms.path("directory")
+        models = self.forms.path(OURS_FORMS[weights]), self.forms.path(form)
         say("starting both servers")
-        with serving.servers(python, directory, self.logs) as both:
+        with serving.servers(python, models, OUR_FLAGS.get(weights, ()), self.logs) as both:
             for index, rate in enumerate(serving.RATES):
                 name = f"serve at {rate:.0f}/s"
-                rows = [Row(name, "vllm", "bf16", unit, lower_is_better=True) for unit in units]
+                rows = [Row(name, "vllm", weights, unit, lower_is_better=True) for unit in units]
                 for number in range(self.options.rounds):
                     seed = self.options.seed + len(serving.RATES) * number + index
                     count = max(4, round(rate * self.options.serve_s))
@@ -246,7 +247,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--formats", type=chosen, default=["q4_1", "bf16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH")
-    parser.add_argument("--models", type=Path, default=Path("peers/models"), help="of bf16 forms")
+    parser.add_argument(
+        "--models", type=Path, default=Path("peers/models"), help="of the forms that are written"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the servers' prompts")
     parser.add_argument("--serve-s", type=float, default=30.0, help="seconds of load a rate")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")

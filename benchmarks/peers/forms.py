@@ -1,4 +1,4 @@
-"""The forms of one model that peers read: a GGUF file, and what is written from it in bf16."""
+"""The forms of one model that peers read: a GGUF file, and what is written from it."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from twostroke.config import EngineConfig
 
 @dataclass(frozen=True)
 class Forms:
-    """Where each form of the model lies. Those in bf16 are written when they are first asked for.
+    """Where each form of the model lies. All but the file are written when first asked for.
 
     `llama_python` is the environment whose llama.cpp converts a GGUF file; empty: none does.
     """
@@ -26,16 +26,21 @@ class Forms:
         return cls(resolve(EngineConfig(model=model)).path, models.resolve(), llama_python)
 
     def path(self, form: str) -> Path:
-        """The GGUF file itself, its bf16 copy ("bf16.gguf"), or a Hugging Face directory."""
+        """The GGUF file itself, its bf16 copy ("bf16.gguf"), a Hugging Face directory in bf16
+        ("directory"), or one in 8 bits ("w8a8")."""
         if form == "gguf":
             return self.gguf
-        path = self.models / (f"{self.gguf.stem}-bf16" + (".gguf" if form == "bf16.gguf" else ""))
+        path = self.models / f"{self.gguf.stem}-{_SUFFIXES[form]}"
         if not path.exists():
             print(f"writing {path}", file=sys.stderr)
             if form == "bf16.gguf":
                 runner = Path(__file__).with_name("run_llama_cpp.py")
                 words = [self.llama_python, str(runner), str(self.gguf), "--to-bf16", str(path)]
                 subprocess.run(words, check=True, stdout=sys.stderr)
+            elif form == "w8a8":
+                from peers.w8a8 import write_w8a8  # brings torch
+
+                write_w8a8(self.path("directory"), path)
             else:
                 from peers.hf_directory import write_directory  # brings torch
 
@@ -43,7 +48,11 @@ class Forms:
         return path
 
     def weights_bytes(self, weights: str) -> int:
-        """Size of the weights in the file that ours reads."""
-        if weights == "bf16":
-            return (self.path("directory") / "model.safetensors").stat().st_size
-        return self.gguf.stat().st_size
+        """Size of a file that holds the weights in this format."""
+        if weights == "q4_1":
+            return self.gguf.stat().st_size
+        form = "w8a8" if weights == "int8" else "directory"
+        return (self.path(form) / "model.safetensors").stat().st_size
+
+
+_SUFFIXES = {"bf16.gguf": "bf16.gguf", "directory": "bf16", "w8a8": "w8a8"}

@@ -8,8 +8,8 @@ import twostroke
 
 
 class Twostroke:
-    def __init__(self, path: str, dtype: str) -> None:
-        self.llm = twostroke.LLM(path, dtype=dtype)
+    def __init__(self, path: str, **settings: str) -> None:
+        self.llm = twostroke.LLM(path, **settings)
 
     def generate(self, job: Job) -> int:
         """Greedy, ignoring the end of text; returns how many tokens came out."""
@@ -25,8 +25,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--dtype", default="auto")
-    options = parser.parse_args()
-    serve(lambda: Twostroke(options.model, options.dtype).generate, twostroke.__version__)
+    parser.add_argument("--quantization", default="auto")
+    options = vars(parser.parse_args())
+    serve(lambda: Twostroke(options.pop("model"), **options).generate, twostroke.__version__)
 
 
 if __name__ == "__main__":

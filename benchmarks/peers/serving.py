@@ -7,7 +7,7 @@ has a seed of its own, so that no prompt is answered from a prefix cache.
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,16 +57,18 @@ class Server:
 
 
 @contextmanager
-def servers(vllm_python: str, model: Path, logs: Path) -> Iterator[list[Server]]:
-    """Ours and vLLM's, on one directory of weights; each stands still until it is measured."""
+def servers(
+    vllm_python: str, models: tuple[Path, Path], our_flags: Sequence[str], logs: Path
+) -> Iterator[list[Server]]:
+    """Ours and vLLM's, each on its directory of weights; each stands still until it is measured."""
     started: list[Server] = []
     try:
-        for name, python, command, ready in (
-            ("twostroke", sys.executable, OUR_COMMAND, "/ready"),
-            ("vllm", vllm_python, VLLM_COMMAND, "/health"),
+        for name, python, command, flags, model, ready in (
+            ("twostroke", sys.executable, OUR_COMMAND, our_flags, models[0], "/ready"),
+            ("vllm", vllm_python, VLLM_COMMAND, (), models[1], "/health"),
         ):
             port = free_port()
-            words = (python, "-m", *command, str(model), *FLAGS, "--port", str(port))
+            words = (python, "-m", *command, str(model), *FLAGS, *flags, "--port", str(port))
             side = Command(f"{name} serve", words, environment_of(name, python))
             started.append(Server(side, port, ready, logs / f"{name}-serve.log"))
             started[-1].processes.pause()

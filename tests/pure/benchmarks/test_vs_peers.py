@@ -129,7 +129,7 @@ def test_a_missing_peer_is_named_with_the_command_that_installs_it(tmp_path):
     ("flags", "complaint"),
     [
         (("--cases", "a,z"), "unknown case: z; known: a, b"),
-        (("--formats", "int3"), "unknown format: int3; known: q4_1, bf16"),
+        (("--formats", "int3"), "unknown format: int3; known: q4_1, bf16, int8"),
         (("--python", "nobody=x"), "--python nobody=x: PEER=PATH expected"),
         (("--rounds", "0"), "--rounds 0: at least 1"),
     ],
