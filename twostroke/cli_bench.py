@@ -87,9 +87,10 @@ def bench_step(flags: EngineFlags, options: StepOptions, json: Json = False) -> 
             bar.update(task, description=f"{rows} requests")
             steps.append(timer.measure(rows, options.tokens, options.context))
             bar.advance(task)
+    int8 = ceilings.int8_gflop_per_s
     print(
         f"memory gives {ceilings.read_gb_per_s:.1f} GB/s, large products reach "
-        f"{ceilings.gflop_per_s:,.0f} GFLOP/s\n"
+        f"{ceilings.gflop_per_s:,.0f} GFLOP/s{f', in int8 {int8:,.0f}' if int8 else ''}\n"
     )
     print("\n\n".join(step_report.table_of(step, ceilings) for step in steps))
     if json:

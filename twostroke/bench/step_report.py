@@ -11,6 +11,7 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
 
     read_gb_per_s: float  # of memory, by all threads
     gflop_per_s: float  # of large matrix products in the model's type
+    int8_gflop_per_s: float = 0.0  # and of those in 8 bits, where the model has some
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,12 +22,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     bytes_read: int
     flops: int
+    in_int8: bool = False  # its operations
 
     def limit_s(self, ceilings: Ceilings) -> float:
         """No machine with these ceilings does it faster."""
-        return max(
-            self.bytes_read / ceilings.read_gb_per_s / 1e9, self.flops / ceilings.gflop_per_s / 1e9
-        )
+        gflop_per_s = ceilings.int8_gflop_per_s if self.in_int8 else ceilings.gflop_per_s
+        return max(self.bytes_read / ceilings.read_gb_per_s, self.flops / gflop_per_s) / 1e9
 
 
 @dataclass(frozen=True)

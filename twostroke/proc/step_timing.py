@@ -4,6 +4,7 @@ A part is timed inside the step, between the parts that come before and after: a
 in the caches what a step must fetch from memory. So parts and host add up to the step.
 """
 
+import math
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -18,6 +19,7 @@ from twostroke.checkpoint import Checkpoint
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.messages import NO_TOKENS, Int32s, NewRequest, SamplingParams, StepPlan
+from twostroke.model.int8_rows import Int8Rows
 from twostroke.model.layers import Linear, Mlp
 from twostroke.worker.few_tokens import FewTokens
 from twostroke.worker.runner import ModelRunner
@@ -48,9 +50,14 @@ class StepTimer:
         dtype = self.runner.attention.dtype
         x = torch.randn(_PRODUCT, _PRODUCT).to(dtype)
         product = Linear(torch.randn(_PRODUCT, _PRODUCT).to(dtype))
+        int8_s = math.inf
+        if any(linear.int8 is not None for linear in self.runner.model.linears):
+            int8 = Int8Rows(torch.randn(_PRODUCT, _PRODUCT), None)
+            int8_s = _median_s(lambda: int8(x))
         return Ceilings(
             read_gb_per_s=data.nbytes / read_s / 1e9,
             gflop_per_s=2 * _PRODUCT**3 / _median_s(lambda: product(x)) / 1e9,
+            int8_gflop_per_s=2 * _PRODUCT**3 / int8_s / 1e9,
         )
 
     @torch.inference_mode()
@@ -86,6 +93,7 @@ class StepTimer:
                 calls=calls[kind],
                 seconds=times[kind],
                 **self._work(kind, plan, rows * tokens, rows),
+                in_int8=self._is_in_int8(kind),
             )
             for kind in runs[0]
             if kind != _WHOLE
@@ -148,16 +156,23 @@ class StepTimer:
         yield "sampler", runner.sampler, "sample"
         yield "sampler", runner.sampler, "take_best"
 
-    def _work(self, kind: str, plan: StepPlan, num_tokens: int, rows: int) -> dict[str, int]:
-        """Bytes that must come from memory, and operations: weights once, KV once."""
+    def _linears(self) -> dict[str, list[Linear]]:
         model, layers = self.runner.model, self.runner.model.layers
-        linears: dict[str, list[Linear]] = {
+        return {
             "qkv": [layer.qkv for layer in layers],
             "output": [layer.output for layer in layers],
             "gate, up": [layer.mlp.gate_up for layer in layers if isinstance(layer.mlp, Mlp)],
             "down": [layer.mlp.down for layer in layers if isinstance(layer.mlp, Mlp)],
             "lm head": [model.lm_head],
         }
+
+    def _is_in_int8(self, kind: str) -> bool:
+        linears = self._linears().get(kind, [])
+        return bool(linears) and all(linear.int8 is not None for linear in linears)
+
+    def _work(self, kind: str, plan: StepPlan, num_tokens: int, rows: int) -> dict[str, int]:
+        """Bytes that must come from memory, and operations: weights once, KV once."""
+        model, layers, linears = self.runner.model, self.runner.model.layers, self._linears()
         if kind in linears:
             count = rows if kind == "lm head" else num_tokens
             return {

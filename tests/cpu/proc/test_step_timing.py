@@ -7,6 +7,7 @@ import pytest
 from tests.cpu.worker.driving import small_config
 from twostroke.checkpoint import open_checkpoint
 from twostroke.errors import ConfigError
+from twostroke.model.int8_rows import works
 from twostroke.proc import step_timing
 from twostroke.proc.step_timing import StepTimer
 from twostroke.testing.tiny_model import write_tiny_checkpoint
@@ -26,9 +27,11 @@ def timer(directory: Path, architecture: str = "llama", **settings: object) -> S
     return StepTimer(small_config(**settings), open_checkpoint(directory))
 
 
-@pytest.mark.parametrize("quantization", ["none", "int4"])
+@pytest.mark.parametrize("quantization", ["none", "int4", "int8"])
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (4, 1), (8, 20)])
 def test_every_part_is_measured(rows: int, tokens: int, quantization: str, tmp_path: Path) -> None:
+    if quantization != "none" and not works():
+        pytest.skip("no kernel for few bits on this processor")
     worker = timer(tmp_path, dtype="bfloat16", quantization=quantization)
     step = worker.measure(rows, tokens, 30)
     seconds = {part.name: part.seconds for part in step.parts}
@@ -43,7 +46,9 @@ def test_every_part_is_measured(rows: int, tokens: int, quantization: str, tmp_p
     assert by_name["attention"].bytes_read == rows * (30 + tokens) * kv
     again = worker.measure(rows, tokens, 30)  # the seats were given back
     assert [part.name for part in again.parts] == [part.name for part in step.parts]
-    assert worker.ceilings().read_gb_per_s > 0
+    ceilings = worker.ceilings()
+    assert ceilings.read_gb_per_s > 0
+    assert (ceilings.int8_gflop_per_s > 0) == by_name["down"].in_int8 == (quantization == "int8")
 
 
 def test_experts_are_one_part(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The table of a step's parts: what is read, computed, possible, and left to the host."""
 
+import msgspec
 import pytest
 
 from twostroke.bench.step_report import Ceilings, Part, StepTimes, result_of, table_of
@@ -13,6 +14,14 @@ STEP = StepTimes(rows=4, tokens=1, context=1024, seconds=0.007, parts=[READING, 
 def test_the_limit_is_the_slower_of_reading_and_computing() -> None:
     assert READING.limit_s(CEILINGS) == pytest.approx(0.001)
     assert COMPUTING.limit_s(CEILINGS) == pytest.approx(0.002)
+
+
+def test_products_in_8_bits_have_a_limit_of_their_own() -> None:
+    ceilings = Ceilings(read_gb_per_s=10.0, gflop_per_s=100.0, int8_gflop_per_s=200.0)
+    assert msgspec.structs.replace(COMPUTING, in_int8=True).limit_s(ceilings) == pytest.approx(
+        0.001
+    )
+    assert COMPUTING.limit_s(ceilings) == pytest.approx(0.002)
 
 
 def test_what_no_part_takes_is_the_hosts() -> None:
@@ -32,4 +41,8 @@ def test_the_table_says_the_whole_first() -> None:
 def test_the_result_has_all_of_it() -> None:
     result = result_of([STEP], CEILINGS)
     assert result["steps"][0]["parts"][0]["limit_s"] == pytest.approx(0.001)
-    assert result["ceilings"] == {"read_gb_per_s": 10.0, "gflop_per_s": 100.0}
+    assert result["ceilings"] == {
+        "read_gb_per_s": 10.0,
+        "gflop_per_s": 100.0,
+        "int8_gflop_per_s": 0.0,
+    }
