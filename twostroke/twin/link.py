@@ -151,14 +151,15 @@ class Network:
         if passed_s > 0:
             for name in self._used:
                 self.busy_s[name] += passed_s
-            for flow in self._flows.values():
-                if flow.rate > 0:
-                    # Those whose end this is are at their end, whatever was rounded.
-                    is_done = self._now_s + flow.left / flow.rate <= time_s
-                    moved = flow.left if is_done else min(flow.rate * passed_s, flow.left)
-                    flow.left -= moved
-                    for name in flow.path:
-                        self.bytes_moved[name] += moved
+        for flow in self._flows.values():
+            if flow.rate > 0:
+                # Those whose end this is are at their end, whatever was rounded: also those with so
+                # little left that the time for it does not move the clock.
+                is_done = self._now_s + flow.left / flow.rate <= time_s
+                moved = flow.left if is_done else min(flow.rate * passed_s, flow.left)
+                flow.left -= moved
+                for name in flow.path:
+                    self.bytes_moved[name] += moved
         self._now_s = time_s
 
     def _share(self) -> None:

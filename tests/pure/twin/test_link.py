@@ -76,6 +76,15 @@ def test_a_transfer_of_nothing_ends_at_once():
     assert drain(Network({"a": STEADY}), [(2.0, "x", ["a"], 0.0)]) == {"x": 2.0}
 
 
+def test_what_is_left_may_take_no_time_that_the_clock_can_tell():
+    # Rounding leaves such rests when shares change often; the world must not stand still at them.
+    network = Network({"a": BandwidthCurve((0.0,), (1e10,))})
+    network.start("x", ["a"], 1e-7, now_s=4.0)
+    network.start("y", ["a"], 1e10, now_s=4.0)
+    assert [key for key, _ in network.advance(network.next_event_s())] == ["x"]
+    assert network.next_event_s() == pytest.approx(5.0)
+
+
 def test_what_cannot_be():
     network = Network({"a": STEADY})
     network.start("x", ["a"], 100.0, now_s=0.0)
