@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from twostroke.arrays import Float64s, Int32s
 from twostroke.errors import ConfigError
+
+_T = TypeVar("_T", float, Float64s)
 
 # ---------------------------------------------------------------- steps
 
@@ -48,11 +50,11 @@ class StepWork(NamedTuple):
 
 
 class StepColumns(NamedTuple):
-    """`StepWork` of many steps in columns, one entry a step."""
+    """`StepWork` of many steps that differ in their contexts only: those in columns, by step."""
 
-    num_tokens: Float64s
-    num_rows: Float64s
-    num_sampled: Float64s
+    num_tokens: float
+    num_rows: float
+    num_sampled: float
     context_tokens: Float64s
     attended_tokens: Float64s
 
@@ -62,9 +64,8 @@ class StepColumns(NamedTuple):
 
         `context_tokens` is the sum over rows before the first step; each step adds `num_rows`.
         """
-        rows = np.full(num_steps, float(num_rows))
         context = context_tokens + num_rows * np.arange(num_steps, dtype=np.float64)
-        return cls(rows, rows, rows, context, context + num_rows / 2)
+        return cls(num_rows, num_rows, num_rows, context, context + num_rows / 2)
 
 
 class StepCost(Protocol):
@@ -127,26 +128,18 @@ class LinearStepCost:
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of one step."""
+        return self._with_contexts(work, work.context_tokens, work.attended_tokens)
+
+    def step_s_many(self, works: StepColumns) -> Float64s:
+        """Seconds of many steps: the same operations in the same order as `step_s`."""
+        return self._with_contexts(works, works.context_tokens, works.attended_tokens)
+
+    def _with_contexts(self, work: StepWork | StepColumns, context: _T, attended: _T) -> _T:
         ends, starts, floors, slopes = self._lines
         at = bisect_left(ends, work.num_tokens)
         seconds = floors[at] + (work.num_tokens - starts[at]) * slopes[at]
         seconds += work.num_rows * self.row_s + work.num_sampled * self.sampled_s
-        return (
-            seconds + work.context_tokens * self.context_s + work.attended_tokens * self.attended_s
-        )
-
-    def step_s_many(self, works: StepColumns) -> Float64s:
-        """Seconds of many steps: the same operations in the same order as `step_s`."""
-        ends, *lines = self._lines
-        at = np.searchsorted(ends, works.num_tokens, side="left")
-        starts, floors, slopes = (np.array(line)[at] for line in lines)
-        seconds: Float64s = floors + (works.num_tokens - starts) * slopes
-        seconds = seconds + (works.num_rows * self.row_s + works.num_sampled * self.sampled_s)
-        return (
-            seconds
-            + works.context_tokens * self.context_s
-            + works.attended_tokens * self.attended_s
-        )
+        return seconds + context * self.context_s + attended * self.attended_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -299,7 +299,7 @@ class LearnedStepCost:
     def step_s_many(self, works: StepColumns) -> Float64s:
         cost = self._fit.cost()
         if cost is None:
-            return np.full(len(works.num_tokens), math.inf)
+            return np.full(len(works.context_tokens), math.inf)
         return cost.step_s_many(works)
 
 

@@ -9,7 +9,7 @@ for the smallest number of equal prompt chunks, and equal decodes, that have the
 import json
 import math
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,8 +140,9 @@ class AicStepCost:
 
     def step_s_many(self, works: StepColumns) -> Float64s:
         """[steps] Seconds of many steps."""
-        rows: Iterable[list[float]] = np.column_stack(works).tolist()
-        return np.array([self.step_s(StepWork(*row)) for row in rows])
+        *rows, contexts, attended = works
+        columns = zip(contexts.tolist(), attended.tolist(), strict=True)
+        return np.array([self.step_s(StepWork(*rows, *column)) for column in columns])
 
     def _shared(self, prompt_tokens: int, decodes: int) -> float:
         """All but attention: it depends on the number of tokens only."""

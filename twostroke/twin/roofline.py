@@ -40,6 +40,7 @@ ACTIVATION_BYTES = 2  # of an element between two kernels
 TOUCHED_TABLE = 1 << 14  # tokens from which on every expert is touched
 
 T = TypeVar("T", float, Float64s)
+_Kernels = tuple[float, float, float, float, float]  # dense, experts, around, head, exchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,20 +148,20 @@ class Roofline:
             sizes.expert * width / expert_memory,  # for each expert touched
             per_token / flops / hardware.expert_gemm_share,  # for each token of the group
         )
-        self._touched = _touched_experts(shape)
-        self._touched_list: Sequence[float] = self._touched.tolist()
+        self._touched_list: Sequence[float] = _touched_experts(shape).tolist()
         self._exchange = _exchange(shape, hardware, tp, self._dp)
 
     def parts(self, work: StepWork) -> StepParts:
         """Where the time of a step goes."""
-        kernels = self._parts(work, self._touched_by(work), max, min)
-        total_s = self.step_s(work)
-        return StepParts(*kernels, host=total_s - sum(kernels))
+        dense, experts, around, head, exchange = self._kernels_of(work)
+        attention = self._attention_s(work.context_tokens, work.attended_tokens)
+        kernels = (dense, experts, attention, around, head, exchange, self._launch_s)
+        return StepParts(*kernels, host=self.step_s(work) - sum(kernels))
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of one step. In a group of data-parallel engines all have the same work."""
-        kernels = self._parts(work, self._touched_by(work), max, min)
-        return self._with_host(kernels, work.num_rows, max)
+        attention = self._attention_s(work.context_tokens, work.attended_tokens)
+        return self._with_host(self._kernels_of(work), attention, work.num_rows, max)
 
     def group_step_s(self, works: Sequence[StepWork]) -> float:
         """Seconds of a step that data-parallel engines take together, one work each.
@@ -172,66 +173,59 @@ class Roofline:
         last = len(self._touched_list) - 1
         touched = self._touched_list[min(round(tokens), last)]
         mean = tokens / self._dp
-        shared = self._parts(StepWork(mean, 0.0, 0.0, 0.0, 0.0), touched, max, min)
+        _, experts, _, _, exchange = self._kernels(mean, 0.0, touched)
         own_s, rows = 0.0, 0.0
         for work in works:
-            dense, _, attention, around, head, _, _ = self._parts(work, 0.0, max, min)
+            dense, _, around, head, _ = self._kernels(work.num_tokens, work.num_sampled, 0.0)
+            attention = self._attention_s(work.context_tokens, work.attended_tokens)
             own_s = max(own_s, dense + attention + around + head)
             rows = max(rows, work.num_rows)
-        kernels = (own_s, shared[1], 0.0, 0.0, 0.0, shared[5], shared[6])
-        return self._with_host(kernels, rows, max)
-
-    def _touched_by(self, work: StepWork) -> float:
-        last = len(self._touched_list) - 1
-        return self._touched_list[min(round(work.num_tokens) * self._dp, last)]
+        return self._with_host((own_s, experts, 0.0, 0.0, exchange), 0.0, rows, max)
 
     def step_s_many(self, works: StepColumns) -> Float64s:
         """[steps] Seconds of many steps: the same operations in the same order."""
-        tokens = np.rint(works.num_tokens).astype(np.int64) * self._dp
-        touched = self._touched[np.minimum(tokens, len(self._touched) - 1)]
-        kernels = self._parts(works, touched, np.maximum, np.minimum)
-        return self._with_host(kernels, works.num_rows, np.maximum)
+        attention = self._attention_s(works.context_tokens, works.attended_tokens)
+        return self._with_host(self._kernels_of(works), attention, works.num_rows, np.maximum)
 
-    def _parts(
-        self,
-        work: tuple[T, T, T, T, T],
-        touched: T,
-        maximum: Callable[[T, T | float], T],
-        minimum: Callable[[T, T | float], T],
-    ) -> tuple[T, T, T, T, T, T, T]:
-        """The terms of the module's docstring, of one step or of columns."""
-        tokens, _, sampled, context, attended = work
-        zero = tokens * 0.0
+    def _kernels_of(self, work: StepWork | StepColumns) -> _Kernels:
+        last = len(self._touched_list) - 1
+        touched = self._touched_list[min(round(work.num_tokens) * self._dp, last)]
+        return self._kernels(work.num_tokens, work.num_sampled, touched)
 
-        def kernel(read_s: T, compute_s: T, overlap: float) -> T:
-            return maximum(read_s, compute_s) + overlap * minimum(read_s, compute_s)
-
+    def _kernels(self, tokens: float, sampled: float, touched: float) -> _Kernels:
+        """The terms of the module's docstring that contexts have no part in."""
         read_s, compute_s = self._dense
-        dense = kernel(zero + read_s, tokens * compute_s, DENSE_OVERLAP)
+        dense = _kernel_s(read_s, tokens * compute_s, DENSE_OVERLAP)
         read_s, compute_s = self._experts
-        experts = kernel(touched * read_s, tokens * self._dp * compute_s, EXPERT_OVERLAP)
+        experts = _kernel_s(touched * read_s, tokens * self._dp * compute_s, EXPERT_OVERLAP)
         read_s, compute_s = self._head
-        head = kernel(minimum(sampled, 1.0) * read_s, sampled * compute_s, DENSE_OVERLAP)
+        head = _kernel_s(min(sampled, 1.0) * read_s, sampled * compute_s, DENSE_OVERLAP)
         return (
             dense,
             experts,
-            context * self._context_s + attended * self._attended_s,
             tokens * self._around_s,
             head + sampled * self._sample_s,
             tokens * self._exchange[1] + self._exchange[0],
-            zero + self._launch_s,
         )
+
+    def _attention_s(self, context: T, attended: T) -> T:
+        return context * self._context_s + attended * self._attended_s
 
     def _with_host(
         self,
-        kernels: tuple[T, T, T, T, T, T, T],
-        rows: T,
-        maximum: Callable[[T, T | float], T],
+        kernels: _Kernels,
+        attention: T,
+        rows: float,
+        maximum: Callable[[T, float], T],
     ) -> T:
-        dense, experts, attention, around, head, exchange, launches = kernels
-        device_s = dense + experts + attention + around + head + exchange + launches
+        dense, experts, around, head, exchange = kernels
+        device_s = dense + experts + attention + around + head + exchange + self._launch_s
         busy_s = maximum(device_s / self._software.kernel_share, self._host_s)
         return busy_s + rows * self._software.row_s + self._software.step_s
+
+
+def _kernel_s(read_s: float, compute_s: float, overlap: float) -> float:
+    return max(read_s, compute_s) + overlap * min(read_s, compute_s)
 
 
 class _Sizes:
