@@ -243,7 +243,7 @@ class EngineCore:
         """The step in the form that workers run."""
         plan = StepPlan(
             step=step.number,
-            slots=step.slots,
+            slots=step.slots.astype(np.int32),
             num_computed=step.num_computed,
             num_scheduled=step.num_scheduled,
             samples=step.samples,

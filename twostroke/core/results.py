@@ -183,9 +183,7 @@ class Results:
             if self._async:
                 full = min(request.num_computed - request.num_placeholders, request.num_known)
                 if full >= state.seats.register_at[request.slot]:
-                    state.register_blocks(
-                        np.array([request.slot], np.int32), np.array([full], np.int32)
-                    )
+                    state.register_blocks(np.array([request.slot]), np.array([full], np.int32))
         return stop
 
     def _end(self, request: Request, end: Finished) -> None:

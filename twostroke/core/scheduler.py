@@ -25,7 +25,7 @@ from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
 from twostroke.core.step import Admission, Step
 from twostroke.kv.blocks import NO_BLOCKS
-from twostroke.messages import Bools, Finished, FinishReason, Int32s
+from twostroke.messages import Bools, Finished, FinishReason, Int32s, Int64s
 
 
 class _Verdict(Enum):
@@ -138,7 +138,7 @@ class Scheduler:
         return start + stop
 
     def _grow_rows(
-        self, step: Step, slots: Int32s, short: Bools, computed: Int32s, needed: Int32s
+        self, step: Step, slots: Int64s, short: Bools, computed: Int32s, needed: Int32s
     ) -> int:
         """Blocks for the rows that are `short`; the first row that gets none, or their number.
 
@@ -238,7 +238,7 @@ class Scheduler:
             return False
         full = min(after, int(seats.known[slot]))
         if full >= seats.register_at[slot]:
-            self.state.register_blocks(np.array([slot], np.int32), np.array([full], np.int32))
+            self.state.register_blocks(np.array([slot]), np.array([full], np.int32))
         return True
 
     # ------------------------------------------------------------ waiting requests

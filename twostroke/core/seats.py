@@ -2,7 +2,8 @@
 
 A seat is what the worker knows a request by (`StepPlan.slots`). The counters of a seated request
 live here and nowhere else; `read` and `write` carry them to and from the `Request` for the few that
-need Python in a step. Thresholds are kept beside the counters, so that "does this row need a block,
+need Python in a step. Seats that columns are indexed by are 64 bits wide, as NumPy wants indices: by
+narrower ones it takes several times as long. Thresholds are kept beside the counters, so that "does this row need a block,
 a registration, a stop check?" is one comparison per row:
 
     room          tokens that its block table holds     (needs a block when it would exceed this)
@@ -136,7 +137,7 @@ class Seats:
             self.tokens[request.slot, request.num_known : end] = new
         request.num_known = end
 
-    def hash_blocks(self, slots: Int32s, up_to: Int32s) -> None:
+    def hash_blocks(self, slots: Int64s, up_to: Int32s) -> None:
         """Extend prefix keys of these seats over the full blocks of their first `up_to` tokens."""
         size = self._kv.block_size
         first = self.num_keys[slots]

@@ -17,7 +17,7 @@ from twostroke.core.seats import Seats
 from twostroke.core.step import Step
 from twostroke.errors import ConfigError
 from twostroke.kv.manager import IntegrityError, KvManager
-from twostroke.messages import FinishReason, Int32s
+from twostroke.messages import FinishReason, Int32s, Int64s
 
 _MEAN_WEIGHT = 0.05  # of the newest
 
@@ -58,7 +58,7 @@ class EngineState:
             max_length=self.max_length,
             num_drafts=config.num_spec_tokens,
         )
-        self.order: Int32s = np.empty(config.max_num_seqs, np.int32)  # seats, by admission
+        self.order: Int64s = np.empty(config.max_num_seqs, np.int64)  # seats, by admission
         self.num_running = 0
         self.requests: dict[int, Request] = {}  # unfinished, by uid
         self.by_handle: dict[int, Request] = {}  # unfinished
@@ -76,7 +76,7 @@ class EngineState:
         self._freed_slots: list[int] = []
 
     @property
-    def running(self) -> Int32s:
+    def running(self) -> Int64s:
         """Seats of the running requests, in order of admission."""
         return self.order[: self.num_running]
 
@@ -140,7 +140,7 @@ class EngineState:
         self.order[: len(kept)] = kept
         self.num_running = len(kept)
 
-    def register_blocks(self, slots: Int32s, full: Int32s) -> None:
+    def register_blocks(self, slots: Int64s, full: Int32s) -> None:
         """Enter blocks that seated requests fill, up to `full` known tokens, into the cache."""
         self.seats.hash_blocks(slots, full)
         tables = [self.request_at(slot).table for slot in slots.tolist()]

@@ -40,7 +40,7 @@ class Step:
     freed_slots: list[int] = field(default_factory=list)
     blocked: Request | None = None  # the first waiting request that lacked blocks
     ended: list[Finished] = field(default_factory=list)  # could never go on
-    slots: Int32s = field(default_factory=lambda: NO_TOKENS)
+    slots: Int64s = field(default_factory=lambda: _NO_ROWS)
     uids: Int64s = field(default_factory=lambda: _NO_ROWS)
     handles: Int64s = field(default_factory=lambda: _NO_ROWS)
     num_computed: Int32s = field(default_factory=lambda: NO_TOKENS)

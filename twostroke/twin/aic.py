@@ -140,9 +140,8 @@ class AicStepCost:
 
     def step_s_many(self, works: StepColumns) -> Float64s:
         """[steps] Seconds of many steps."""
-        *rows, contexts, attended = works
-        columns = zip(contexts.tolist(), attended.tolist(), strict=True)
-        return np.array([self.step_s(StepWork(*rows, *column)) for column in columns])
+        columns = zip(works.context_tokens.tolist(), works.attended_tokens.tolist(), strict=True)
+        return np.array([self.step_s(StepWork(*works[:3], *column)) for column in columns])
 
     def _shared(self, prompt_tokens: int, decodes: int) -> float:
         """All but attention: it depends on the number of tokens only."""

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from twostroke.arrays import Float64s, Int32s
+from twostroke.arrays import Float64s, Int32s, Int64s
 from twostroke.clock import Clock
 from twostroke.cost import HostCost, StepColumns, StepCost, StepWork
 from twostroke.kv_messages import KvCommands, KvLoad, KvReport
@@ -196,7 +196,7 @@ class CostExecutor:
         start_s = self._running[0].start_s
         return start_s + max(1, math.ceil((time_s - start_s) / IDLE_WAIT_S)) * IDLE_WAIT_S
 
-    def tokens_of(self, slots: Int32s) -> Int32s:
+    def tokens_of(self, slots: Int64s) -> Int32s:
         """[rows] What the requests in these seats sample."""
         return self._tokens[slots]
 
