@@ -36,16 +36,13 @@ def skippable_turns(state: EngineState) -> int:
         or config.sliding_window is not None
     ):
         return 0
-    if _may_admit(state):
+    if _may_admit(state) or (state.in_flight and not _is_plain(state, state.in_flight[0])):
         return 0
-    seats, slots = state.seats, state.running
-    known, pending = seats.known[slots], seats.placeholders[slots]
-    if state.in_flight and not _is_plain(state, state.in_flight[0]):
-        return 0
+    seats, slots, num_due = state.seats, state.running, len(state.in_flight)
+    known = seats.known[slots]
     if (
-        np.count_nonzero(pending != len(state.in_flight))
-        or np.count_nonzero(seats.computed[slots] != known + pending - 1)
-        or np.count_nonzero(known < seats.num_prompt[slots])
+        np.count_nonzero(seats.computed[slots] - known != num_due - 1)
+        or np.count_nonzero(seats.placeholders[slots] != num_due)
         or np.count_nonzero(seats.special[slots])
     ):
         return 0
@@ -91,14 +88,14 @@ def growth_turns(state: EngineState, turns: int) -> list[int]:
     """Of the blocks that are taken within so many turns: the turn of each, in order."""
     seats, slots = state.seats, state.running
     first = seats.room[slots] - seats.computed[slots] + 1
-    due: list[int] = _boundaries(first, _growth(state, turns), state.config.block_size)[0].tolist()
-    return due
+    due: list[int] = _due_turns(first, _growth(state, turns), state.config.block_size).tolist()
+    return sorted(due)
 
 
 def _turns_with_blocks(state: EngineState, turns: int) -> int:
     """As many of these turns as there are free blocks for."""
-    free = state.kv.num_free
-    if blocks_taken(state, turns) <= free:
+    free, size = state.kv.num_free, state.config.block_size
+    if state.num_running * (turns // size + 1) <= free or blocks_taken(state, turns) <= free:
         return turns
     low, high = 0, turns  # enough for `low`, not for `high`
     while high - low > 1:
@@ -117,47 +114,47 @@ def skip(state: EngineState, turns: int, token_ids: Int32s) -> list[int]:
     """
     seats, slots = state.seats, state.running
     known = seats.known[slots]
-    last = known + turns
     # Tokens first: the keys of the blocks that get full are made of them.
-    places = known[:, None] + np.arange(turns)
-    seats.tokens[slots[:, None], places] = token_ids[:, None]
+    for slot, end, token in zip(slots.tolist(), known.tolist(), token_ids.tolist(), strict=True):
+        seats.tokens[slot, end : end + turns] = token
     _take_blocks(state, turns)
     _register_blocks(state, turns)
-    seats.known[slots] = last
-    seats.computed[slots] += turns
+    seats.known[slots] = known + turns
+    computed = seats.computed[slots] + turns
+    seats.computed[slots] = computed
     if state.in_flight:
         step = state.in_flight[0]
         step.number += turns
-        step.num_computed = seats.computed[slots] - 1
+        step.num_computed = computed - 1
         step.num_scheduled = np.ones(len(slots), np.int32)
     return state.flush_freed_slots()
 
 
-def _boundaries(first: Int32s, counts: Int32s, size: int) -> tuple[Int64s, Int64s]:
-    """Turn and row of events that fall due every `size` turns, ordered by turn, then row.
+def _due_turns(first: Int32s, counts: Int32s, size: int) -> Int64s:
+    """Turns of events, row by row: row i has counts[i], one every `size` turns from first[i] on.
 
-    Row i has counts[i] of them, from turn first[i] on.
+    `argsort(kind="stable")` puts them in the order of single turns, in which rows are in order.
     """
-    rows = np.arange(len(counts)).repeat(counts)
-    nth = np.arange(len(rows)) - (counts.cumsum() - counts).repeat(counts)
-    turns = first[rows] + nth * size
-    order = turns.argsort(kind="stable")  # the rows are in order
-    return turns[order], rows[order]
+    starts = first - size * (counts.cumsum() - counts)
+    due: Int64s = starts.repeat(counts) + size * np.arange(int(np.add.reduce(counts)))
+    return due
 
 
 def _take_blocks(state: EngineState, turns: int) -> None:
     seats, slots, size = state.seats, state.running, state.config.block_size
     counts = _growth(state, turns)
-    total = int(np.add.reduce(counts))
-    if not total:
-        return
     grown = counts.nonzero()[0]
+    if not len(grown):
+        return
     lacking, counts = slots[grown], counts[grown]
-    first = seats.room[lacking] - seats.computed[lacking] + 1
+    room = seats.room[lacking]
     tables = [state.request_at(slot).table for slot in lacking.tolist()]
-    _, rows = _boundaries(first, counts, size)
-    state.kv.take_for([tables[row] for row in rows.tolist()], [1] * total)
-    seats.room[lacking] += counts * size
+    order = None
+    if len(tables) > 1:
+        first = room - seats.computed[lacking] + 1
+        order = _due_turns(first, counts, size).argsort(kind="stable")
+    state.kv.take_for(tables, counts.tolist(), order)
+    seats.room[lacking] = room + counts * size
 
 
 def _register_blocks(state: EngineState, turns: int) -> None:
@@ -165,17 +162,21 @@ def _register_blocks(state: EngineState, turns: int) -> None:
     if not state.kv.caching:
         return
     seats, slots, size = state.seats, state.running, state.config.block_size
-    full = seats.known[slots] + turns - 1  # in the last turn's begin, as the scheduler sees it
+    # In the last turn's begin, as the scheduler sees it.
+    full = seats.known[slots] + (turns - 1)
     due = (full >= seats.register_at[slots]).nonzero()[0]
     if not len(due):
         return
     slots, full = slots[due], full[due]
-    first = np.maximum(seats.register_at[slots] - seats.known[slots] + 1, 1)
-    counts = full // size - seats.register_at[slots] // size + 1
+    register_at = seats.register_at[slots]
+    counts = (full - register_at) // size + 1
+    first = np.maximum(register_at - full + turns, 1)
     seats.hash_blocks(slots, full)
     tables = [state.request_at(slot).table for slot in slots.tolist()]
-    state.kv.register_in_turns(tables, counts.tolist(), _boundaries(first, counts, size)[1])
-    seats.register_at[slots] = (full // size + 1) * size
+    state.kv.register_in_turns(
+        tables, counts.tolist(), lambda: _due_turns(first, counts, size).argsort(kind="stable")
+    )
+    seats.register_at[slots] = register_at + counts * size
 
 
 class Outlook:

@@ -345,7 +345,7 @@ class Scheduler:
             self._admit(step, admission, num_new)
         return _Verdict.ADMITTED
 
-    def _is_held_back(self, step: Step, request: Request, hits: Int32s) -> bool:
+    def _is_held_back(self, step: Step, request: Request, hits: Int64s) -> bool:
         """Whether a prefill must wait because what is held for others takes too much memory."""
         if self._handoff is None or request.kv_send is None:
             return False
@@ -370,7 +370,7 @@ class Scheduler:
         capacity = self.kv.pool.num_usable * self.config.block_size
         return max(0, min(1 + self.config.num_spec_tokens, capacity - computed))
 
-    def _leaves_room(self, request: Request, hits: Int32s) -> bool:
+    def _leaves_room(self, request: Request, hits: Int64s) -> bool:
         """Whether blocks for the expected growth of all that runs remain beside this request."""
         if not self.state.reserve_output_tokens or not self.state.num_seats_taken:
             return True
@@ -380,7 +380,7 @@ class Scheduler:
         own = blocks - len(hits) - len(request.table.blocks)
         return own + reserved_blocks(self.state) <= self.kv.num_free
 
-    def _lookup(self, request: Request) -> Int32s:
+    def _lookup(self, request: Request) -> Int64s:
         if len(request.table.keys) < request.num_known // self.config.block_size:
             self.kv.hash_tokens(request.table, request.tokens)
         hits = self.kv.lookup(request.table, request.num_known)

@@ -2,9 +2,9 @@
 
 A seat is what the worker knows a request by (`StepPlan.slots`). The counters of a seated request
 live here and nowhere else; `read` and `write` carry them to and from the `Request` for the few that
-need Python in a step. Seats that columns are indexed by are 64 bits wide, as NumPy wants indices: by
-narrower ones it takes several times as long. Thresholds are kept beside the counters, so that "does this row need a block,
-a registration, a stop check?" is one comparison per row:
+need Python in a step. Seats that index columns have 64 bits, because NumPy takes several times as
+long by fewer. Thresholds are kept beside the counters, so that "does this row need a block, a
+registration, a stop check?" is one comparison per row:
 
     room          tokens that its block table holds     (needs a block when it would exceed this)
     register_at   tokens at which its next block is full and can enter the prefix cache

@@ -12,8 +12,7 @@ With a window W, the leading blocks that no later token can see are replaced by 
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -35,21 +34,21 @@ class BlockTable:
 
     `num_registered` counts leading blocks that are in the prefix map (or need not be); it is None
     until the first of them is. `keys` and `sums` reach as far as the request's full blocks were
-    hashed. `blocks` is an array of C integers: whole tables become columns without a copy.
+    hashed. `blocks` is an array of 64-bit integers: whole tables become columns without a copy.
     """
 
     __slots__ = ("blocks", "keys", "may_read", "num_registered", "sums")
 
     def __init__(self, keys: Keys, sums: UInt64s, *, may_read: bool = True) -> None:
-        self.blocks = array("i")
+        self.blocks = array("q")
         self.keys = keys
         self.sums = sums
         self.num_registered: int | None = None
         self.may_read = may_read
 
-    def column(self) -> Int32s:
+    def column(self) -> Int64s:
         """The blocks, at least one, as a column; to be dropped before the table changes."""
-        return np.frombuffer(self.blocks, np.int32)
+        return np.frombuffer(self.blocks, np.int64)
 
 
 class _Memo:
@@ -60,7 +59,7 @@ class _Memo:
 
     __slots__ = ("blocks", "hits", "limit", "missing_key")
 
-    def __init__(self, limit: int, hits: Int32s, missing_key: Keys) -> None:
+    def __init__(self, limit: int, hits: Int64s, missing_key: Keys) -> None:
         self.limit = limit
         self.hits = hits
         self.blocks = frozenset(hits.tolist())
@@ -89,7 +88,7 @@ class KvManager:
         self._window = config.sliding_window
         self._drop_last_hit = config.num_spec_tokens > 0 and config.spec_method == "eagle"
         self._memos: dict[BlockTable, _Memo] = {}
-        self._last_lookup: tuple[BlockTable, int, Int32s] | None = None
+        self._last_lookup: tuple[BlockTable, int, Int64s] | None = None
         window_tokens = (self._window or 0) - 1 + config.max_num_batched_tokens
         self._window_gate_blocks = self.blocks_for(min(window_tokens, config.max_model_len)) + 1
 
@@ -145,7 +144,7 @@ class KvManager:
             keys, table.sums = self.hasher.extend_one(table.sums, first, rest)
             table.keys += keys
 
-    def lookup(self, table: BlockTable, num_tokens: int) -> Int32s:
+    def lookup(self, table: BlockTable, num_tokens: int) -> Int64s:
         """Cached blocks that match the prefix, leaving at least one of `num_tokens` to compute.
 
         Nothing is pinned. With a window the list may begin with null blocks.
@@ -160,7 +159,7 @@ class KvManager:
             hits = self._prefix_hits(table, limit)
         return hits[:-1] if self._drop_last_hit else hits
 
-    def _prefix_hits(self, table: BlockTable, limit: int) -> Int32s:
+    def _prefix_hits(self, table: BlockTable, limit: int) -> Int64s:
         memo = self._memos.get(table)
         if memo is not None and memo.limit == limit and not len(self._map.find(memo.missing_key)):
             return memo.hits
@@ -180,7 +179,7 @@ class KvManager:
         self._memos[table] = _Memo(limit, hits, missing_key)
         self._last_lookup = None
 
-    def _window_hits(self, keys: Keys, window: int) -> Int32s:
+    def _window_hits(self, keys: Keys, window: int) -> Int64s:
         """The right-most run of cached blocks that covers a window, nulls to its left.
 
         Without such a run: the run that begins at block 0, of whatever length.
@@ -206,7 +205,7 @@ class KvManager:
         """The same for several tables, in order."""
         if not self.caching:
             return
-        keys, blocks = self.hasher.no_keys(), array("i")
+        keys, blocks = self.hasher.no_keys(), array("q")
         for table, num in zip(tables, num_tokens, strict=True):
             start = table.num_registered or 0
             end = min(num // self.block_size, len(table.blocks))
@@ -215,37 +214,31 @@ class KvManager:
                 blocks += table.blocks[start:end]
                 table.num_registered = end
         if blocks:
-            self._map.add(keys, np.frombuffer(blocks, np.int32))
+            self._map.add(keys, np.frombuffer(blocks, np.int64))
 
     def register_in_turns(
-        self, tables: Sequence[BlockTable], counts: list[int], order: Sequence[int] | Int64s
+        self, tables: Sequence[BlockTable], counts: list[int], order: Callable[[], Int64s]
     ) -> None:
-        """Enter the next counts[i] full blocks of each table, one at a time, as `order` names them.
-
-        The order only matters where two blocks have one key: the first is served first.
+        """Enter the next counts[i] full blocks of each table, one at a time: `order` counts them
+        through. It is asked for where two have one key: the first is served first.
         """
         keys = self.hasher.no_keys()
-        blocks = array("i")
+        blocks = array("q")
         for table, count in zip(tables, counts, strict=True):
             start = table.num_registered or 0
             keys += table.keys[start : start + count]
             blocks += table.blocks[start : start + count]
             table.num_registered = start + count
-        if len(set(keys)) < len(keys):
-            ends = list(accumulate(counts))
-            nexts = [end - count for end, count in zip(ends, counts, strict=True)]
-            places = []
-            for row in order:
-                places.append(nexts[row])
-                nexts[row] += 1
-            keys, blocks = [keys[i] for i in places], array("i", [blocks[i] for i in places])
-        self._map.add(keys, np.frombuffer(blocks, np.int32))
+        if len(tables) > 1 and len(set(keys)) < len(keys):
+            places = order().tolist()
+            keys, blocks = [keys[i] for i in places], array("q", [blocks[i] for i in places])
+        self._map.add(keys, np.frombuffer(blocks, np.int64))
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Take blocks out of the prefix map (their content is invalid); owners keep them."""
-        self._evict(np.array(list(blocks), np.int32))
+        self._evict(np.array(list(blocks), np.int64))
 
-    def _evict(self, blocks: Int32s) -> None:
+    def _evict(self, blocks: Int64s) -> None:
         """Take the keys of blocks that have one, and forget look-ups that found them."""
         if self._map.remove_all(blocks):
             self._last_lookup = None
@@ -265,7 +258,7 @@ class KvManager:
 
     # ------------------------------------------------------------ allocation
 
-    def grow(self, table: BlockTable, num_computed: int, num_slots: int) -> Int32s | None:
+    def grow(self, table: BlockTable, num_computed: int, num_slots: int) -> Int64s | None:
         """Make a running request's table hold `num_slots` tokens; None when blocks are short.
 
         Returns the new block ids. Blocks that fell out of the window are released first, even
@@ -280,12 +273,21 @@ class KvManager:
             return None
         return self._take(table, count)
 
-    def take_for(self, tables: Sequence[BlockTable], counts: list[int]) -> list[list[int]]:
-        """Append `counts[i]` new blocks to each table, in order; there must be enough."""
-        taken = self._fresh(sum(counts)).tolist()
+    def take_for(
+        self, tables: Sequence[BlockTable], counts: list[int], order: Int64s | None = None
+    ) -> list[list[int]]:
+        """Append `counts[i]` new blocks to each table; there must be enough.
+
+        They are taken in order, or one at a time in another: `order` counts them through.
+        """
+        taken = self._fresh(sum(counts))
+        if order is not None:
+            in_order, taken = taken, np.empty_like(taken)
+            taken[order] = in_order
+        blocks = taken.tolist()
         shares, start = [], 0
         for table, count in zip(tables, counts, strict=True):
-            share = taken[start : start + count]
+            share = blocks[start : start + count]
             table.blocks.extend(share)
             shares.append(share)
             start += count
@@ -297,7 +299,7 @@ class KvManager:
         *,
         num_tokens: int,
         num_computed: int,
-        hits: Int32s,
+        hits: Int64s,
         num_external: int,
         num_new: int,
         lookahead: int,
@@ -333,7 +335,7 @@ class KvManager:
             self.register(table, min(capped + num_new, num_tokens))
         return True
 
-    def _need(self, table: BlockTable, blocks: int, hits: Int32s, present: int) -> int:
+    def _need(self, table: BlockTable, blocks: int, hits: Int64s, present: int) -> int:
         """Free blocks that a table of `blocks` blocks would take."""
         held = len(table.blocks)
         if table.num_registered is not None:
@@ -344,7 +346,7 @@ class KvManager:
         pinned = int(np.count_nonzero(unused))
         return max(blocks - max(unseen, len(hits) + held), 0) + pinned
 
-    def _place_hits(self, table: BlockTable, hits: Int32s, present: int, num_external: int) -> None:
+    def _place_hits(self, table: BlockTable, hits: Int64s, present: int, num_external: int) -> None:
         unseen_tokens = self.first_visible(present)
         unseen = unseen_tokens // self.block_size
         table.blocks.extend([NULL_BLOCK] * unseen)
@@ -355,14 +357,14 @@ class KvManager:
         if min(num_external, present - unseen_tokens) > 0:
             self._take(table, self.blocks_for(present) - len(table.blocks))
 
-    def _take(self, table: BlockTable, count: int) -> Int32s:
+    def _take(self, table: BlockTable, count: int) -> Int64s:
         taken = self._fresh(count)
         if self._in_runs:
             taken.sort()
         table.blocks.frombytes(taken.tobytes())
         return taken
 
-    def _fresh(self, count: int) -> Int32s:
+    def _fresh(self, count: int) -> Int64s:
         """Blocks from the front of the free list, stripped of their keys."""
         taken = self.pool.take(count)
         self._evict(taken)
@@ -378,7 +380,7 @@ class KvManager:
             released.append(table.blocks[index])
             table.blocks[index] = NULL_BLOCK
         if released:
-            self.pool.release(np.array(released, np.int32))
+            self.pool.release(np.array(released, np.int64))
 
     def window_boundary(self, table: BlockTable) -> int:
         """Number of computed tokens at which the next block of `table` is out of the window."""
@@ -400,7 +402,7 @@ class KvManager:
         if table.blocks:
             self.pool.release(table.column()[::-1])
             self.num_owners -= 1
-            table.blocks = array("i")
+            table.blocks = array("q")
         table.num_registered = None
         self._memos.pop(table, None)
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from twostroke.kv.blocks import NULL_BLOCK
-from twostroke.messages import Int32s
+from twostroke.messages import Int32s, Int64s
 
 UInt64s = NDArray[np.uint64]
 
@@ -51,19 +51,19 @@ class Hasher(Protocol):
 class KeyMap(Protocol):
     """key -> blocks that hold it, oldest first. A free block keeps its key until it is reused."""
 
-    def find(self, keys: Keys) -> Int32s:
+    def find(self, keys: Keys) -> Int64s:
         """The oldest block of each key, up to the first that has none."""
         ...
 
-    def find_each(self, keys: Keys) -> Int32s:
+    def find_each(self, keys: Keys) -> Int64s:
         """The oldest block of each key; the null block where there is none."""
         ...
 
-    def add(self, keys: Keys, blocks: Int32s) -> None:
+    def add(self, keys: Keys, blocks: Int64s) -> None:
         """Register each block under its key, unless it has one already or is the null block."""
         ...
 
-    def remove_all(self, blocks: Int32s) -> bool:
+    def remove_all(self, blocks: Int64s) -> bool:
         """Take the key from each block that has one; whether any had."""
         ...
 
@@ -176,18 +176,18 @@ class PrefixMap:
         self.first: dict[bytes, int] = {}
         self._later: dict[bytes, list[int]] = {}
 
-    def find(self, keys: list[bytes]) -> Int32s:
+    def find(self, keys: list[bytes]) -> Int64s:
         hits: list[int] = []
         for block in map(self.first.get, keys):
             if block is None:
                 break
             hits.append(block)
-        return np.array(hits, np.int32)
+        return np.array(hits, np.int64)
 
-    def find_each(self, keys: list[bytes]) -> Int32s:
-        return np.array([self.first.get(key, NULL_BLOCK) for key in keys], np.int32)
+    def find_each(self, keys: list[bytes]) -> Int64s:
+        return np.array([self.first.get(key, NULL_BLOCK) for key in keys], np.int64)
 
-    def add(self, keys: list[bytes], blocks: Int32s) -> None:
+    def add(self, keys: list[bytes], blocks: Int64s) -> None:
         key_of, first = self.key_of, self.first
         added = blocks.tolist()
         run = run_of(added)
@@ -206,7 +206,7 @@ class PrefixMap:
                 if holder != block:
                     self._later.setdefault(key, []).append(block)
 
-    def remove_all(self, blocks: Int32s) -> bool:
+    def remove_all(self, blocks: Int64s) -> bool:
         key_of, first, later = self.key_of, self.first, self._later
         removed = blocks.tolist()
         run = run_of(removed)

@@ -22,9 +22,9 @@ the least recently sent are forgotten once they exceed its pool. A wrong guess c
 """
 
 import hashlib
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ SLACK_TOKENS = 8 * DECODE_TOKENS  # so that a prefix is worth something while th
 MAX_INDEX_BLOCKS = 1 << 16  # an engine; about 10 MB
 FINE_BLOCKS, COARSE = 8, 4  # beyond so many blocks of a prompt only every fourth has a key
 _FEW = 8  # this part of them may be too many
+_MUCH = 1 << 16  # keys that are listed in vain before they are struck out
 
 
 class PrefixKeys:
@@ -67,9 +68,9 @@ class PrefixKeys:
         terms = np.asarray(token_ids[:num_tokens]).astype(np.uint64)
         terms += np.uint64(1)  # else a token 0 would be like no token
         terms *= self._multipliers[:num_tokens]
-        chain = np.cumsum(terms.reshape(num_blocks, -1).sum(axis=1, dtype=np.uint64))
+        chain = terms.cumsum()[self._block_size - 1 :: self._block_size]
         digest = hashlib.blake2b(salt.encode(), digest_size=8).digest()
-        chain += np.frombuffer(digest, np.uint64)
+        chain = chain + np.frombuffer(digest, np.uint64)
         fine: list[int] = chain[:FINE_BLOCKS].tolist()
         coarse: list[int] = chain[FINE_BLOCKS + COARSE - 1 :: COARSE].tolist()
         return fine + coarse
@@ -82,43 +83,79 @@ def blocks_of(num_keys: int) -> int:
 
 class PrefixIndex:
     """Which blocks were lately sent to one engine: at most `capacity` (or an eighth more, if it is
-    large), the oldest go first."""
+    large), the oldest go first.
+
+    The ends of a prompt are older than its beginnings, as in the engine's own cache. So of each
+    prompt the blocks up to some one are here, and none behind it.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._num_blocks = 0
-        self._keys: dict[int, int] = {}  # and the blocks that each adds; the oldest first
+        self._last: dict[int, int] = {}  # which prompt had a key last, by its number
+        # Their numbers and keys, the oldest first; how many keys of each are left out before.
+        self._prompts: deque[tuple[int, Sequence[int], int]] = deque()
+        self._num_listed = 0  # keys there, those counted that a later prompt had too
 
     def __len__(self) -> int:
         return self._num_blocks
 
     def match(self, keys: Sequence[int]) -> int:
         """How many leading blocks it holds."""
-        return next((i for i, key in enumerate(keys) if key not in self._keys), len(keys))
+        last, low, high = self._last, 0, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            if keys[middle] in last:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def add(self, keys: Sequence[int]) -> None:
-        """The ends of prompts go before their beginnings, as in the engine's own cache."""
-        fine = keys[:FINE_BLOCKS]
-        added = dict.fromkeys(reversed(keys[FINE_BLOCKS:]), COARSE)
-        added |= dict.fromkeys(reversed(fine), 1)
-        self._num_blocks -= sum(map(self._keys.pop, added, repeat(0)))  # those it has: now newest
-        self._keys.update(added)
-        self._num_blocks += blocks_of(len(added))
-        # Many at once: to find the oldest a dictionary passes over all that were deleted before.
+        """These blocks of a prompt are the newest now."""
+        if not keys:
+            return
+        number = self._prompts[-1][0] + 1 if self._prompts else 0
+        last, before = self._last, len(self._last)
+        last.update(dict.fromkeys(keys[:FINE_BLOCKS], number))
+        fine = len(last) - before
+        last.update(dict.fromkeys(keys[FINE_BLOCKS:], number))
+        self._num_blocks += fine + COARSE * (len(last) - before - fine)
+        self._prompts.append((number, keys, 0))
+        self._num_listed += len(keys)
         if self._num_blocks > self.capacity + self.capacity // _FEW:
-            surplus = self._num_blocks - self.capacity
-            oldest = []
-            for key, blocks in self._keys.items():
-                if surplus <= 0:
-                    break
-                oldest.append(key)
-                surplus -= blocks
-            for key in oldest:
-                self._num_blocks -= self._keys.pop(key)
+            self._forget_oldest()
+        if self._num_listed > 2 * len(last) + _MUCH:
+            self._list_anew()
+
+    def _forget_oldest(self) -> None:
+        last = self._last
+        while self._prompts and self._num_blocks > self.capacity:
+            number, keys, before = self._prompts.popleft()
+            self._num_listed -= len(keys)
+            left = len(keys)
+            while left and self._num_blocks > self.capacity:
+                left -= 1
+                if last.get(key := keys[left]) == number:
+                    del last[key]
+                    self._num_blocks -= 1 if before + left < FINE_BLOCKS else COARSE
+            if left:
+                self._prompts.appendleft((number, keys[:left], before))
+                self._num_listed += left
+
+    def _list_anew(self) -> None:
+        """Without what later prompts had too: of each the keys up to some one."""
+        listed, self._prompts, self._num_listed = self._prompts, deque(), 0
+        for number, keys, before in listed:
+            stale = sum(self._last.get(key) != number for key in keys)
+            if own := keys[stale:]:
+                self._prompts.append((number, own, before + stale))
+                self._num_listed += len(own)
 
     def clear(self) -> None:
-        self._keys.clear()
-        self._num_blocks = 0
+        self._last.clear()
+        self._prompts.clear()
+        self._num_blocks = self._num_listed = 0
 
 
 @dataclass

@@ -209,15 +209,14 @@ class CostExecutor:
         costs = self._cost.step_s_many(StepColumns.of_decodes(rows, context_tokens, turns))
         self._costs = costs
         gap_s = self._gap_s(rows)
-        spans = np.empty((turns, 2))
-        spans[:, 0], spans[:, 1] = gap_s, costs
-        flat = spans.reshape(-1)
+        spans = np.empty(2 * turns + 1)
+        spans[1::2], spans[2::2] = gap_s, costs
         if self._running:
-            sums: Float64s = np.concatenate(([self.end_of_oldest_s], flat)).cumsum()
-            return sums[::2]
-        flat[0] = 0.0
-        first_s = max(self._clock.now(), self._ended_s + gap_s)
-        return np.concatenate(([first_s], flat)).cumsum()[2::2]
+            spans[0] = self.end_of_oldest_s
+            ends: Float64s = spans.cumsum()[::2]
+            return ends
+        spans[0], spans[1] = max(self._clock.now(), self._ended_s + gap_s), 0.0
+        return spans.cumsum()[2::2]
 
     def skip(self, turns: int, ends: Float64s) -> KvReport | None:
         """So many plain decode turns were taken, with the ends that `ends_of_decodes` gave.

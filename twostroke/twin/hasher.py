@@ -18,18 +18,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from twostroke.arrays import Int32s
+from twostroke.arrays import Int32s, Int64s
 from twostroke.kv.blocks import NULL_BLOCK
 from twostroke.kv.prefix import LANES, UInt64s
 
 _RUN = 32  # blocks, of 16 tokens those of Mooncake's 512
 _MIXED = -1  # in place of a token id
-_NO_KEY = -1
+_NO_KEY, _NOT_TO_HAVE = -1, -2
 _FEW = 32  # blocks that are looked at one by one
 
 
 class RunHasher:
-    """`kv.prefix.Hasher` for all engines of a world with blocks of one size.
+    """`kv.prefix.Hasher` of one engine: its numbers are those of prefixes that came to it.
 
     Where others have running sums it has the number of the last block, and 1.
     """
@@ -45,7 +45,7 @@ class RunHasher:
         return _RUN * len(self._token_of)
 
     def no_keys(self) -> "array[int]":
-        return array("i")
+        return array("q")
 
     def start(self, domain: str) -> UInt64s:
         sums = np.zeros(LANES, np.uint64)
@@ -56,7 +56,7 @@ class RunHasher:
     def extend_one(
         self, sums: UInt64s, first_block: int, tokens: Int32s
     ) -> "tuple[array[int], UInt64s]":
-        size, keys = self._block_size, array("i")
+        size, keys = self._block_size, array("q")
         num_blocks = len(tokens) // size
         if num_blocks <= _FEW:
             return self._extend_singly(sums, tokens[: num_blocks * size].tobytes())
@@ -79,12 +79,12 @@ class RunHasher:
         lengths = np.array(counts)
         offsets = np.array(firsts) - (lengths.cumsum() - lengths)
         numbers = offsets.repeat(lengths) + np.arange(num_blocks)
-        keys.frombytes(numbers.astype(np.int32).tobytes())
+        keys.frombytes(numbers.tobytes())
         return keys, self._sums_of(last)
 
     def _extend_singly(self, sums: UInt64s, content: bytes) -> "tuple[array[int], UInt64s]":
         """The same for a few blocks, which lie there one behind the other."""
-        keys, last, size = array("i"), int(sums[0]) - 1, 4 * self._block_size
+        keys, last, size = array("q"), int(sums[0]) - 1, 4 * self._block_size
         for start in range(0, len(content), size):
             block = content[start : start + size]
             last = self._next(last, block)
@@ -143,44 +143,45 @@ class NumberMap:
 
     def __init__(self, num_blocks: int, hasher: RunHasher) -> None:
         self._hasher = hasher
-        self._block_of: Int32s = np.zeros(0, np.int32)  # the oldest with that key
-        self._key_of: Int32s = np.full(num_blocks, _NO_KEY, np.int32)
+        self._block_of: Int64s = np.zeros(0, np.int64)  # the oldest with that key
+        self._key_of: Int64s = np.full(num_blocks, _NO_KEY, np.int64)
+        self._key_of[NULL_BLOCK] = _NOT_TO_HAVE
         self._later: dict[int, list[int]] = {}
 
-    def _column(self, keys: "array[int] | list[int]") -> Int32s:
+    def _column(self, keys: "array[int] | list[int]") -> Int64s:
         """The keys as a column, with room for all of them."""
         if len(self._block_of) < (size := len(self._hasher)):
-            room = np.zeros(2 * size, np.int32)
+            room = np.zeros(2 * size, np.int64)
             room[: len(self._block_of)] = self._block_of
             self._block_of = room
-        return np.array(keys, np.int32)
+        return np.frombuffer(keys, np.int64) if isinstance(keys, array) else np.array(keys)
 
-    def find(self, keys: "array[int]") -> Int32s:
+    def find(self, keys: "array[int]") -> Int64s:
         blocks = self.find_each(keys)
-        missing = blocks == NULL_BLOCK
-        return blocks[: int(missing.argmax())] if np.count_nonzero(missing) else blocks
+        missing = (blocks == NULL_BLOCK).nonzero()[0]
+        return blocks[: missing[0]] if len(missing) else blocks
 
-    def find_each(self, keys: "array[int]") -> Int32s:
+    def find_each(self, keys: "array[int]") -> Int64s:
         numbers = self._column(keys)
-        blocks: Int32s = self._block_of[numbers]
+        blocks: Int64s = self._block_of[numbers]
         return blocks
 
-    def add(self, keys: "array[int] | list[int]", blocks: Int32s) -> None:
+    def add(self, keys: "array[int] | list[int]", blocks: Int64s) -> None:
         numbers = self._column(keys)
-        known = (self._key_of[blocks] != _NO_KEY) | (blocks == NULL_BLOCK)
-        if np.count_nonzero(known):
-            numbers, blocks = numbers[~known], blocks[~known]
+        has_none = self._key_of[blocks] == _NO_KEY
+        if np.count_nonzero(has_none) < len(blocks):
+            numbers, blocks = numbers[has_none], blocks[has_none]
         self._key_of[blocks] = numbers
-        held = self._block_of[numbers]
-        if np.count_nonzero(held):
-            self._add_singly(numbers, blocks)
-            return
+        is_held = self._block_of[numbers] != NULL_BLOCK
+        if np.count_nonzero(is_held):
+            self._add_singly(numbers[is_held], blocks[is_held])
+            numbers, blocks = numbers[~is_held], blocks[~is_held]
         self._block_of[numbers] = blocks
         if np.count_nonzero(self._block_of[numbers] != blocks):  # one key twice among them
             self._block_of[numbers] = NULL_BLOCK
             self._add_singly(numbers, blocks)
 
-    def _add_singly(self, numbers: Int32s, blocks: Int32s) -> None:
+    def _add_singly(self, numbers: Int64s, blocks: Int64s) -> None:
         """Keys that may be there already."""
         for key, block in zip(numbers.tolist(), blocks.tolist(), strict=True):
             if self._block_of[key] == NULL_BLOCK:
@@ -188,13 +189,13 @@ class NumberMap:
             else:
                 self._later.setdefault(key, []).append(block)
 
-    def remove_all(self, blocks: Int32s) -> bool:
+    def remove_all(self, blocks: Int64s) -> bool:
         numbers = self._key_of[blocks]
-        has_key = numbers != _NO_KEY
+        has_key = numbers >= 0
         if np.count_nonzero(has_key) < len(blocks):
             numbers, blocks = numbers[has_key], blocks[has_key]
         self._key_of[blocks] = _NO_KEY
-        if self._later:
+        if self._later and not self._later.keys().isdisjoint(numbers.tolist()):
             for key, block in zip(numbers.tolist(), blocks.tolist(), strict=True):
                 self._remove(key, block)
         else:
@@ -212,7 +213,7 @@ class NumberMap:
 
     def clear(self) -> None:
         self._block_of[:] = NULL_BLOCK
-        self._key_of[:] = _NO_KEY
+        self._key_of[1:] = _NO_KEY
         self._later.clear()
 
     def blocks_by_key(self) -> dict[int, list[int]]:
@@ -220,5 +221,5 @@ class NumberMap:
         return {key: [int(self._block_of[key]), *self._later.get(key, ())] for key in keys}
 
     def keys_by_block(self) -> dict[int, int]:
-        blocks = np.flatnonzero(self._key_of != _NO_KEY).tolist()
+        blocks = np.flatnonzero(self._key_of >= 0).tolist()
         return {block: int(self._key_of[block]) for block in blocks}

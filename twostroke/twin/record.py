@@ -5,6 +5,7 @@ first and last token only, and gaps are counted by value where a step gives all 
 """
 
 from array import array
+from itertools import pairwise
 
 import numpy as np
 
@@ -127,13 +128,13 @@ class Requests:
         rows = len(handles)
         self.gaps.add(times_s[0] - self.last_s[handles])
         if len(times_s) > 1:
-            self.gaps.add_many(np.diff(times_s), rows)
+            self.gaps.add_many(times_s[1:] - times_s[:-1], rows)
         self.last_s[handles] = times_s[-1]
         self.num_tokens[handles] += len(times_s)
         first = int(times_s[0])
-        for offset, count in enumerate(np.bincount(times_s.astype(np.int64) - first).tolist()):
-            second = first + offset
-            self._per_second[second] = self._per_second.get(second, 0) + count * rows
+        ends = times_s.searchsorted(np.arange(first + 1, int(times_s[-1]) + 2)).tolist()
+        for second, (start, end) in enumerate(pairwise([0, *ends]), first):
+            self._per_second[second] = self._per_second.get(second, 0) + (end - start) * rows
 
     @property
     def peak_tokens_per_s(self) -> int:

@@ -74,7 +74,6 @@ class World:
         self._order = itertools.count()
         self._last_output_s: list[float] = []
         self._last_input_s: list[float] = []
-        self._hashers: dict[int, RunHasher] = {}  # by block size
         self._preempted: set[int] = set()  # and without a token since
         self._network_s = math.inf
         self._timer_s = math.inf
@@ -164,7 +163,7 @@ class World:
         self, config: SchedulerConfig, clock: VirtualClock, connector: HandoffScheduler | None
     ) -> EngineCore:
         core = EngineCore(config, clock, connector=connector)
-        hasher = self._hashers.setdefault(config.block_size, RunHasher(config.block_size))
+        hasher = RunHasher(config.block_size)
         core.state.kv.use_keys(hasher, NumberMap(config.num_blocks, hasher))
         return core
 

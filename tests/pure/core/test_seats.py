@@ -63,7 +63,7 @@ def test_blocks_are_hashed_for_many_seats_at_once():
     for request in (one, two):
         seats.append(request, list(range(8)))
         seats.write(request)
-    slots = np.array([one.slot, two.slot], np.int32)
+    slots = np.array([one.slot, two.slot])
     seats.hash_blocks(slots, np.array([14, 9], np.int32))
     assert (len(one.table.keys), len(two.table.keys)) == (3, 2)
     whole = kv.new_table(seats.tokens[one.slot, :14], "", may_read=True)

@@ -51,7 +51,7 @@ def loading(core, plan):
 
 def set_blocks(blocks):
     def apply(core, plan):
-        core.state.request_at(int(plan.slots[0])).table.blocks[:] = array("i", blocks)
+        core.state.request_at(int(plan.slots[0])).table.blocks[:] = array("q", blocks)
 
     return apply
 

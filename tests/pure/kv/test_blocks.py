@@ -7,7 +7,7 @@ from twostroke.kv.blocks import BlockPool
 
 
 def ids(*blocks):
-    return np.array(blocks, np.int32)
+    return np.array(blocks, np.int64)
 
 
 def test_blocks_come_from_the_front():

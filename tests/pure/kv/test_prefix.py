@@ -78,8 +78,8 @@ def test_keys_are_equal_exactly_when_prefixes_are(first, second):
 
 def test_map_serves_the_oldest_and_falls_back():
     table = PrefixMap(6)
-    table.add([b"k", b"k", b"k"], np.array([3, 1, 5], np.int32))
-    table.add([b"other", b"null"], np.array([3, 0], np.int32))  # block 3 has a key already
+    table.add([b"k", b"k", b"k"], np.array([3, 1, 5]))
+    table.add([b"other", b"null"], np.array([3, 0]))  # block 3 has a key already
     assert table.first == {b"k": 3}
     assert table.blocks_by_key() == {b"k": [3, 1, 5]}
     table.remove(1)
@@ -88,7 +88,7 @@ def test_map_serves_the_oldest_and_falls_back():
     table.remove(5)
     assert table.first == {}
     assert table.key_of == [None] * 6
-    table.add([b"k"], np.array([2], np.int32))
+    table.add([b"k"], np.array([2]))
     table.clear()
     assert table.blocks_by_key() == {}
     assert table.key_of == [None] * 6

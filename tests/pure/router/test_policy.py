@@ -7,8 +7,11 @@ from hypothesis import strategies as st
 
 from twostroke.errors import EngineDeadError
 from twostroke.messages import EngineStats
+from twostroke.router import policy
 from twostroke.router.policy import (
+    COARSE,
     DECODE_TOKENS,
+    FINE_BLOCKS,
     MAX_IMBALANCE,
     SLACK_TOKENS,
     PrefixIndex,
@@ -174,6 +177,54 @@ def test_the_index_forgets_the_ends_of_old_prompts_first():
     assert (index.match([1, 2]), index.match([3, 4])) == (1, 2)
     index.clear()
     assert index.match([3]) == len(index) == 0
+
+
+class KeyByKey:
+    """What `PrefixIndex` is to be equal to."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.keys: dict[int, int] = {}  # and the blocks that each stands for; the oldest first
+
+    def add(self, keys: list[int]) -> None:
+        for place, key in reversed(list(enumerate(keys))):
+            self.keys.pop(key, None)
+            self.keys[key] = 1 if place < FINE_BLOCKS else COARSE
+        if len(self) > self.capacity + self.capacity // 8:
+            while len(self) > self.capacity:
+                del self.keys[next(iter(self.keys))]
+
+    def __len__(self) -> int:
+        return sum(self.keys.values())
+
+
+FORKS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12)), max_size=3)
+
+
+@given(st.lists(FORKS, max_size=60), st.integers(0, 80))
+def test_the_index_equals_one_that_is_kept_key_by_key(prompts, capacity):
+    """Prompts that share beginnings: a prompt's key stands for all before it."""
+    index, model = PrefixIndex(capacity), KeyByKey(capacity)
+    for forks in prompts:
+        path = [branch for branch, length in forks for _ in range(length)]
+        keys = [hash(tuple(path[: end + 1])) for end in range(len(path))]
+        assert index.match(keys) == sum(key in model.keys for key in keys)
+        index.add(keys)
+        model.add(keys)
+        assert len(index) == len(model)
+        assert index._last.keys() == model.keys.keys()
+
+
+def test_the_index_lists_what_is_sent_again_and_again_only_once(monkeypatch):
+    monkeypatch.setattr(policy, "_MUCH", 100)
+    index, keys = PrefixIndex(1000), list(range(30))
+    for tail in range(50):
+        index.add([*keys, -1 - tail])
+    assert index._num_listed < 2 * len(index._last) + 100 + 31
+    assert index._num_listed == sum(len(listed) for _, listed, _ in index._prompts)
+    index.capacity = FINE_BLOCKS
+    index.add(keys)
+    assert index._last.keys() == set(range(FINE_BLOCKS))
 
 
 STEPS = st.lists(

@@ -82,13 +82,13 @@ def test_the_map_of_numbers_does_what_that_of_hashes_does(seed):
         keys = keys_of(hasher, random_prompt(rng))[:6]
         match rng.randrange(8):
             case 0 | 1 | 2:
-                blocks = np.array(rng.sample(range(1, 40), len(keys)), np.int32)
+                blocks = np.array(rng.sample(range(1, 40), len(keys)), np.int64)
                 if rng.random() < 0.2 and len(keys):
                     keys[-1], blocks[0] = keys[0], 0  # one key twice, and a null block
                 numbers.add(keys, blocks)
                 plain.add(named(keys), blocks)
             case 3 | 4 | 5 | 6:
-                blocks = np.array(rng.sample(range(1, 40), rng.randint(1, 8)), np.int32)
+                blocks = np.array(rng.sample(range(1, 40), rng.randint(1, 8)), np.int64)
                 assert numbers.remove_all(blocks) == plain.remove_all(blocks)
             case _ if rng.random() < 0.05:
                 numbers.clear()
@@ -105,7 +105,7 @@ def test_one_key_twice_at_once():
     hasher = RunHasher(SIZE)
     key = keys_of(hasher, tokens_of((1, 4)))[0]
     table = NumberMap(8, hasher)
-    table.add([key, key], np.array([3, 2], np.int32))
+    table.add([key, key], np.array([3, 2]))
     assert table.blocks_by_key() == {key: [3, 2]}
 
 
