@@ -46,13 +46,14 @@ class Results:
             failed_loads = fail_loads(self._state, step, result.kv)
         errors = {error.row: error.error for error in result.errors}
         if rows:
-            starts = result.num_sampled.cumsum(dtype=np.int32) - result.num_sampled
+            starts = result.num_sampled.cumsum(dtype=np.int64) - result.num_sampled
             slow = self._apply_plain(step, result, starts, outcome, failed_loads, errors)
             for row in slow:
                 self._apply_row(step, result, row, int(starts[row]), outcome, failed_loads, errors)
             if outcome.finished:
                 self._state.compact()
-            self._trim_tokens(result, starts, outcome)
+            if slow:
+                self._trim_tokens(result, starts, outcome)
         self._end_failed_loads(failed_loads, outcome)
         if result.kv is not None:
             self._end_transfers(result.kv)
@@ -66,7 +67,7 @@ class Results:
         self,
         step: Step,
         result: StepResult,
-        starts: Int32s,
+        starts: Int64s,
         outcome: Outcome,
         failed_loads: dict[int, Request],
         errors: dict[int, str],
@@ -74,22 +75,26 @@ class Results:
         """Append the token of each row that needs nothing else; returns the other rows."""
         seats = self._state.seats
         slots, sampled = step.slots, result.num_sampled
-        plain = (sampled == 1) & (seats.uid[slots] == step.uids) & ~seats.special[slots]
+        is_one = sampled == 1
+        plain = is_one & (seats.uid[slots] == step.uids) & ~seats.special[slots]
         if self._state.config.num_spec_tokens:
             plain &= step.num_drafts == 0
         tokens = result.token_ids
-        if len(tokens) != len(slots) or np.count_nonzero(plain) < len(plain):
+        if np.count_nonzero(is_one) < len(is_one):
             tokens = np.append(tokens, np.int32(0))[np.minimum(starts, len(tokens))]
         after = seats.known[slots] + 1
-        plain &= (after < seats.stop_at[slots]) & ~seats.may_stop(tokens)
+        plain &= after < seats.stop_at[slots]
+        if seats.have_stop_ids:
+            plain &= ~seats.may_stop(tokens)
         for request in failed_loads.values():
             plain &= step.uids != request.uid
         for row in errors:
             plain[row] = False
-        slow = ~plain & (sampled > 0)
-        for row in errors:
-            slow[row] = True
+        slow: list[int] = []
         if np.count_nonzero(plain) < len(plain):
+            rest = ~plain & (sampled > 0)
+            rest[list(errors)] = True
+            slow = rest.nonzero()[0].tolist()
             slots, tokens, after = slots[plain], tokens[plain], after[plain]
         seats.tokens[slots, after - 1] = tokens
         seats.known[slots] = after
@@ -105,13 +110,12 @@ class Results:
             if np.count_nonzero(fills):
                 self._state.register_blocks(slots[fills], full[fills])
         outcome.num_kept[plain] = 1
-        rows: list[int] = slow.nonzero()[0].tolist()
-        return rows
+        return slow
 
-    def _trim_tokens(self, result: StepResult, starts: Int32s, outcome: Outcome) -> None:
+    def _trim_tokens(self, result: StepResult, starts: Int64s, outcome: Outcome) -> None:
         """Keep the first `num_kept` tokens of each row in the outcome's flat tokens."""
         sampled, kept = result.num_sampled, outcome.num_kept
-        if len(outcome.token_ids) and not np.array_equal(sampled, kept):
+        if len(outcome.token_ids) and np.count_nonzero(sampled != kept):
             place = np.arange(len(outcome.token_ids)) - starts.repeat(sampled)
             outcome.token_ids = outcome.token_ids[place < kept.repeat(sampled)]
 

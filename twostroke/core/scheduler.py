@@ -112,28 +112,33 @@ class Scheduler:
         if config.long_prefill_token_threshold > 0:
             np.minimum(wanted, config.long_prefill_token_threshold, out=wanted)
         np.minimum(wanted, config.max_model_len - 1 - computed, out=wanted)
-        # A step in flight certainly ends these.
-        wanted[(pending > 0) & (computed + 2 - pending >= seats.end[slots])] = 0
+        if self.state.in_flight:  # a step that certainly ends these
+            wanted[(pending > 0) & (computed - pending >= seats.end[slots] - 2)] = 0
         np.maximum(wanted, 0, out=wanted)
-        if int(np.add.reduce(wanted)) > step.budget:
-            before = wanted.cumsum() - wanted
-            wanted = np.clip(step.budget - before, 0, wanted).astype(np.int32)
-        after = computed + wanted
-        needed = np.minimum(after + self.state.lookahead, config.max_model_len)
-        short = needed > seats.room[slots]
-        if config.sliding_window is not None:
-            short |= computed >= seats.window_at[slots]
+        total = int(np.add.reduce(wanted))
+        if total > step.budget:
+            before, total = wanted.cumsum() - wanted, step.budget
+            wanted = np.clip(total - before, 0, wanted).astype(np.int32)
+        after = needed = computed + wanted
+        if self.state.lookahead:
+            needed = np.minimum(after + self.state.lookahead, config.max_model_len)
         active = wanted > 0
-        short &= active
-        stop = self._grow_rows(step, slots, short, computed, needed)
-        full = np.minimum(after, known)[:stop]
-        fills = (full >= seats.register_at[slots[:stop]]) & active[:stop]
-        if np.count_nonzero(fills):
-            self.state.register_blocks(slots[:stop][fills], full[fills])
+        short = (needed > seats.room[slots]) & active
+        if config.sliding_window is not None:
+            short |= (computed >= seats.window_at[slots]) & active
+        stop = len(slots)
+        if np.count_nonzero(short):
+            stop = self._grow_rows(step, slots, short, computed, needed)
+        if self.kv.caching:
+            full = np.minimum(after, known)
+            fills = ((full >= seats.register_at[slots]) & active)[:stop].nonzero()[0]
+            if len(fills):
+                self.state.register_blocks(slots[fills], full[fills])
         counts[start : start + stop] = wanted[:stop]
-        step.budget -= int(np.add.reduce(wanted[:stop]))
         if stop == len(slots):
+            step.budget -= total
             return None
+        step.budget -= int(np.add.reduce(wanted[:stop]))
         counts[start + stop] = wanted[stop]
         return start + stop
 
@@ -147,8 +152,6 @@ class Scheduler:
         """
         seats, kv = self.seats, self.kv
         places = short.nonzero()[0]
-        if not len(places):
-            return len(slots)
         lacking = slots[places]
         missing = needed[places] - seats.room[lacking]
         counts = (missing + (kv.block_size - 1)) // kv.block_size
@@ -477,23 +480,26 @@ class Scheduler:
         if admitted:
             counts = np.concatenate((counts, np.array(self._admitted_counts, np.int32)))
             self._admitted_counts.clear()
-        chosen = counts > 0
-        slots = self.state.running[chosen]
-        count = counts[chosen]
-        computed, known = seats.computed[slots], seats.known[slots]
+        chosen = counts.nonzero()[0]
+        if not len(chosen):
+            return
+        slots, count = self.state.running[chosen], counts[chosen]
+        computed = seats.computed[slots]
         pending = seats.placeholders[slots]
+        due = seats.known[slots] + pending
         after = computed + count
-        samples = after >= known + pending
+        samples = after >= due
         step.slots, step.num_scheduled, step.num_computed = slots, count, computed
         step.uids, step.handles, step.samples = seats.uid[slots], seats.handle[slots], samples
         seats.computed[slots] = after
         step.num_drafts = np.zeros(len(slots), np.int32)
         if self.config.num_spec_tokens:
-            behind = np.maximum(after - known - pending, 0)
+            behind = np.maximum(after - due, 0)
             np.minimum(behind, seats.num_drafts[slots], out=step.num_drafts)
             seats.num_drafts[slots] = 0
         if self.config.async_scheduling:
-            sampling = slots[samples]
-            seats.placeholders[sampling] += 1 + step.num_drafts[samples]
-            seats.num_drafts[sampling] = self.config.num_spec_tokens
-            seats.drafts[sampling] = -1
+            seats.placeholders[slots] = pending + samples * (1 + step.num_drafts)
+            if self.config.num_spec_tokens:
+                sampling = slots[samples]
+                seats.num_drafts[sampling] = self.config.num_spec_tokens
+                seats.drafts[sampling] = -1

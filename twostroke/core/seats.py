@@ -56,6 +56,7 @@ class Seats:
         # How many seated requests stop at a token id, by the id's last bits: rules nearly all
         # tokens out without looking at each request's stop ids.
         self.stop_filter: Int32s = np.zeros(_FILTER_SIZE, np.int32)
+        self._num_stop_ids = 0
         self._kv = kv
         self._max_length = max_length
         self._vacant = list(range(num_seats - 1, -1, -1))
@@ -81,6 +82,7 @@ class Seats:
         self.tokens[slot, : request.num_known] = request.tokens
         for token in request.stop_ids.all:
             self.stop_filter[token % _FILTER_SIZE] += 1
+        self._num_stop_ids += len(request.stop_ids.all)
         self.write(request)
         return slot
 
@@ -96,6 +98,7 @@ class Seats:
         self._vacant.append(slot)
         for token in request.stop_ids.all:
             self.stop_filter[token % _FILTER_SIZE] -= 1
+        self._num_stop_ids -= len(request.stop_ids.all)
         return slot
 
     def read(self, request: Request) -> None:
@@ -171,6 +174,11 @@ class Seats:
         keys, self.sums[slot] = self._kv.hasher.extend_one(self.sums[slot], first, tokens)
         request.table.keys += keys
         self.num_keys[slot] = first + len(keys)
+
+    @property
+    def have_stop_ids(self) -> bool:
+        """Whether any seated request stops at a token."""
+        return self._num_stop_ids > 0
 
     def may_stop(self, tokens: Int32s) -> Bools:
         """Which of these tokens could be a stop id of some seated request."""

@@ -1,11 +1,11 @@
 """One scheduled step, from its choice until its results are processed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from twostroke.core.request import Request
-from twostroke.messages import NO_TOKENS, Bools, Finished, Int32s, Int64s
+from twostroke.messages import NO_TOKENS, Bools, Finished, Int64s
 
 _NO_ROWS: Int64s = np.empty(0, np.int64)
 _NO_FLAGS: Bools = np.empty(0, np.bool_)
@@ -26,27 +26,43 @@ class Admission:
     resumed: bool
 
 
-@dataclass(slots=True)
 class Step:
     """One scheduled step, from its choice until its results are processed. Rows in columns."""
 
-    number: int
-    budget: int
-    preempted: list[Request] = field(default_factory=list)
-    admitted: list[Admission] = field(default_factory=list)
-    loading: list[Admission] = field(default_factory=list)
-    held_back: list[Request] = field(default_factory=list)  # for the first time
-    grown: dict[int, list[int]] = field(default_factory=dict)  # seat -> new blocks
-    freed_slots: list[int] = field(default_factory=list)
-    blocked: Request | None = None  # the first waiting request that lacked blocks
-    ended: list[Finished] = field(default_factory=list)  # could never go on
-    slots: Int64s = field(default_factory=lambda: _NO_ROWS)
-    uids: Int64s = field(default_factory=lambda: _NO_ROWS)
-    handles: Int64s = field(default_factory=lambda: _NO_ROWS)
-    num_computed: Int32s = field(default_factory=lambda: NO_TOKENS)
-    num_scheduled: Int32s = field(default_factory=lambda: NO_TOKENS)
-    num_drafts: Int32s = field(default_factory=lambda: NO_TOKENS)
-    samples: Bools = field(default_factory=lambda: _NO_FLAGS)
+    __slots__ = (
+        "admitted",
+        "blocked",
+        "budget",
+        "ended",
+        "freed_slots",
+        "grown",
+        "handles",
+        "held_back",
+        "loading",
+        "num_computed",
+        "num_drafts",
+        "num_scheduled",
+        "number",
+        "preempted",
+        "samples",
+        "slots",
+        "uids",
+    )
+
+    def __init__(self, number: int, budget: int) -> None:
+        self.number = number
+        self.budget = budget
+        self.preempted: list[Request] = []
+        self.admitted: list[Admission] = []
+        self.loading: list[Admission] = []
+        self.held_back: list[Request] = []  # for the first time
+        self.grown: dict[int, list[int]] = {}  # seat -> new blocks
+        self.freed_slots: list[int] = []
+        self.blocked: Request | None = None  # the first waiting request that lacked blocks
+        self.ended: list[Finished] = []  # could never go on
+        self.slots = self.uids = self.handles = _NO_ROWS
+        self.num_computed = self.num_scheduled = self.num_drafts = NO_TOKENS
+        self.samples = _NO_FLAGS
 
     @property
     def is_empty(self) -> bool:
