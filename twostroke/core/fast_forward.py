@@ -12,13 +12,11 @@ free list and the prefix cache come out the same.
 """
 
 import copy
-from bisect import bisect_right
 
 import numpy as np
 
 from twostroke.core.state import EngineState
 from twostroke.core.step import Step
-from twostroke.kv.manager import KvManager
 from twostroke.messages import EngineStats, Int32s, Int64s
 
 
@@ -82,14 +80,6 @@ def _growth(state: EngineState, turns: int) -> Int32s:
 def blocks_taken(state: EngineState, turns: int) -> int:
     """Blocks that all running requests take within so many turns."""
     return int(np.add.reduce(_growth(state, turns)))
-
-
-def growth_turns(state: EngineState, turns: int) -> list[int]:
-    """Of the blocks that are taken within so many turns: the turn of each, in order."""
-    seats, slots = state.seats, state.running
-    first = seats.room[slots] - seats.computed[slots] + 1
-    due: list[int] = _due_turns(first, _growth(state, turns), state.config.block_size).tolist()
-    return sorted(due)
 
 
 def _turns_with_blocks(state: EngineState, turns: int) -> int:
@@ -180,23 +170,19 @@ def _register_blocks(state: EngineState, turns: int) -> None:
 
 
 class Outlook:
-    """An engine's stats in turns to come that only decode."""
+    """An engine's stats in turns to come that only decode; until they are taken."""
 
-    def __init__(
-        self, stats: EngineStats, rows: int, prompt_tokens: int, growth: list[int], kv: KvManager
-    ) -> None:
+    def __init__(self, stats: EngineStats, prompt_tokens: int, state: EngineState) -> None:
         self._stats = stats
         self._prompt_tokens = prompt_tokens  # of requests that get their first token
-        self._rows = rows
-        self._growth = growth
-        self._kv = kv
+        self._state = state
 
     def after(self, turns: int) -> EngineStats:
         """What the engine will say of itself when so many are over, and nothing was added."""
-        stats = copy.copy(self._stats)
-        stats.kv_usage = self._kv.usage_with(bisect_right(self._growth, turns))
+        stats, tokens = copy.copy(self._stats), turns * self._state.num_running
+        stats.kv_usage = self._state.kv.usage_with(blocks_taken(self._state, turns))
         stats.num_steps += turns
-        stats.step_tokens += turns * self._rows
-        stats.generation_tokens += turns * self._rows
+        stats.step_tokens += tokens
+        stats.generation_tokens += tokens
         stats.prompt_tokens += self._prompt_tokens if turns else 0
         return stats

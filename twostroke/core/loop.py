@@ -256,7 +256,7 @@ class EngineCore:
             plan.grown_blocks = np.array(
                 [block for new in step.grown.values() for block in new], np.int32
             )
-        if np.count_nonzero(step.num_drafts):
+        if self.config.num_spec_tokens and np.count_nonzero(step.num_drafts):
             plan.num_drafts = step.num_drafts
             drafts = self.state.seats.drafts[step.slots]
             within = np.arange(drafts.shape[1]) < step.num_drafts[:, None]
@@ -408,12 +408,9 @@ class EngineCore:
             stats.num_unknown_transfers = counts.num_unknown_transfers
         return copy.copy(stats)
 
-    def outlook(self, turns: int) -> fast_forward.Outlook:
-        """What `stats` will be within that many turns, at most `skippable_turns`."""
-        state, growth = self.state, fast_forward.growth_turns(self.state, turns)
-        return fast_forward.Outlook(
-            self.stats(), state.num_running, self._prompts_due(), growth, state.kv
-        )
+    def outlook(self) -> fast_forward.Outlook:
+        """What `stats` will be in turns to come, up to `skippable_turns` of them."""
+        return fast_forward.Outlook(self.stats(), self._prompts_due(), self.state)
 
     def _prompts_due(self) -> int:
         """Prompt tokens of the requests of `first_tokens_due`."""

@@ -46,7 +46,8 @@ class Results:
             failed_loads = fail_loads(self._state, step, result.kv)
         errors = {error.row: error.error for error in result.errors}
         if rows:
-            starts = result.num_sampled.cumsum(dtype=np.int64) - result.num_sampled
+            starts = result.num_sampled.cumsum(dtype=np.int64)
+            starts -= result.num_sampled
             slow = self._apply_plain(step, result, starts, outcome, failed_loads, errors)
             for row in slow:
                 self._apply_row(step, result, row, int(starts[row]), outcome, failed_loads, errors)

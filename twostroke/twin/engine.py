@@ -139,7 +139,7 @@ class TwinEngine:
         if turns == self._turns_told:
             return None
         if self._outlook is None:
-            self._outlook = self.core.outlook(self._turns)
+            self._outlook = self.core.outlook()
         self._turns_told = turns
         return self._outlook.after(turns)
 

@@ -58,9 +58,9 @@ class RunHasher:
     ) -> "tuple[array[int], UInt64s]":
         size, keys = self._block_size, array("q")
         num_blocks = len(tokens) // size
-        if num_blocks <= _FEW:
-            return self._extend_singly(sums, tokens[: num_blocks * size].tobytes())
         tokens = tokens[: num_blocks * size]
+        if num_blocks <= _FEW:
+            return self._extend_by_few(sums, tokens.tobytes())
         changes = (tokens[1:] != tokens[:-1]).nonzero()[0] + 1
         last, block, firsts, counts = int(sums[0]) - 1, 0, [], []
         for start, end in pairwise([0, *changes.tolist(), len(tokens)]):
@@ -82,14 +82,23 @@ class RunHasher:
         keys.frombytes(numbers.tobytes())
         return keys, self._sums_of(last)
 
-    def _extend_singly(self, sums: UInt64s, content: bytes) -> "tuple[array[int], UInt64s]":
+    def _extend_by_few(self, sums: UInt64s, content: bytes) -> "tuple[array[int], UInt64s]":
         """The same for a few blocks, which lie there one behind the other."""
+        if not content:
+            return array("q"), sums
         keys, last, size = array("q"), int(sums[0]) - 1, 4 * self._block_size
-        for start in range(0, len(content), size):
-            block = content[start : start + size]
-            last = self._next(last, block)
-            keys.append(last)
-        return (keys, self._sums_of(last)) if keys else (keys, sums)
+        if content == content[:4] * (len(content) // 4):  # an answer
+            token, missing = int.from_bytes(content[:4], sys.byteorder), len(content) // size
+            while missing > 0:
+                first = self._follower(last, token)
+                last = min(first + missing, first - first % _RUN + _RUN) - 1
+                keys.extend(range(first, last + 1))
+                missing -= last + 1 - first
+        else:
+            for start in range(0, len(content), size):
+                last = self._next(last, content[start : start + size])
+                keys.append(last)
+        return keys, self._sums_of(last)
 
     def _next(self, last: int, block: bytes) -> int:
         """The number of a block that follows the prefix `last`."""

@@ -185,7 +185,7 @@ def test_the_outlook_is_what_the_engine_says_of_itself_turn_by_turn(is_async):
     while not (turns := made.core.skippable_turns):
         made.turn()
     assert made.core.first_tokens_due == ([1, 2] if is_async else [])
-    outlook = made.core.outlook(turns)
+    outlook = made.core.outlook()
     for expected in [outlook.after(turn) for turn in range(turns + 1)]:
         assert made.core.stats() == expected
         take_turns(made, 1)
