@@ -416,7 +416,7 @@ class EngineCore:
         """Prompt tokens of the requests of `first_tokens_due`."""
         seats, slots = self.state.seats, self.state.running
         prompts = seats.num_prompt[slots]
-        return int(np.add.reduce(prompts[seats.known[slots] == prompts]))
+        return sum(prompts[seats.known[slots] == prompts].tolist())
 
     def slots(self) -> list[dict[str, Any]]:
         """What each live request does: state, tokens done and in all, blocks, age in seconds."""

@@ -282,11 +282,12 @@ class Dispatcher:
             self._on_received(it, received)
         for ready in outputs.kv_ready:
             self._on_ready(it, ready)
-        ended = [leg for end in outputs.finished if (leg := self._legs.get(it, end.handle))]
-        ends = [end for end in map(lambda end: self._on_end(it, end), outputs.finished) if end]
+        finished = outputs.finished
+        ended = [leg for end in finished if (leg := self._legs.get(it, end.handle))]
+        ends = [told for end in finished if (told := self._on_end(it, end))]
         if special := self._legs.special[engine]:
             outputs = translated(outputs, special)
-        if ends != outputs.finished:
+        if ends != finished:
             outputs.finished = ends
         for leg in begun:
             self._legs.pass_untouched(leg)

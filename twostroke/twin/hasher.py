@@ -61,9 +61,11 @@ class RunHasher:
         tokens = tokens[: num_blocks * size]
         if num_blocks <= _FEW:
             return self._extend_by_few(sums, tokens.tobytes())
-        changes = (tokens[1:] != tokens[:-1]).nonzero()[0] + 1
+        starts = np.append(0, (tokens[1:] != tokens[:-1]).nonzero()[0] + 1)
         last, block, firsts, counts = int(sums[0]) - 1, 0, [], []
-        for start, end in pairwise([0, *changes.tolist(), len(tokens)]):
+        for token, (start, end) in zip(
+            tokens[starts].tolist(), pairwise([*starts.tolist(), len(tokens)]), strict=True
+        ):
             if block * size < start:  # it began with other tokens
                 last = self._mixed(last, tokens[block * size : (block + 1) * size].tobytes())
                 firsts.append(last)
@@ -71,15 +73,14 @@ class RunHasher:
                 block += 1
             missing = end // size - block
             while missing > 0:
-                first = self._follower(last, int(tokens[start]))
+                first = self._follower(last, token)
                 count = min(missing, _RUN - first % _RUN)
                 firsts.append(first)
                 counts.append(count)
                 last, block, missing = first + count - 1, block + count, missing - count
         lengths = np.array(counts)
         offsets = np.array(firsts) - (lengths.cumsum() - lengths)
-        numbers = offsets.repeat(lengths) + np.arange(num_blocks)
-        keys.frombytes(numbers.tobytes())
+        keys.frombytes((offsets.repeat(lengths) + np.arange(num_blocks)).tobytes())
         return keys, self._sums_of(last)
 
     def _extend_by_few(self, sums: UInt64s, content: bytes) -> "tuple[array[int], UInt64s]":
@@ -131,7 +132,7 @@ class RunHasher:
             return last + 1
         first = self._first.get((last, token))
         if first is None:
-            first = self._first[last, token] = len(self)
+            first = self._first[last, token] = _RUN * len(self._token_of)
             self._token_of.append(token)
         return first
 

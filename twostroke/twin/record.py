@@ -72,8 +72,8 @@ class Gaps:
 
     def add(self, gaps: Float64s) -> None:
         """One gap of each of some requests."""
-        if len(gaps) and gaps[0] == gaps[-1] and np.count_nonzero(gaps == gaps[0]) == len(gaps):
-            self._values.append(float(gaps[0]))
+        if len(gaps) and np.count_nonzero(gaps == gaps[0]) == len(gaps):
+            self._values.append(gaps[0])
             self._counts.append(len(gaps))
         else:
             self._values.frombytes(gaps.tobytes())

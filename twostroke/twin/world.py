@@ -402,8 +402,7 @@ class World:
         host = self._groups[engine].host
         times_s = times_s + (host.egress_s + host.egress_row_s * len(handles))
         np.maximum(times_s, self._last_output_s[engine], out=times_s)
-        out_s = float(times_s.max(initial=self._last_output_s[engine]))
-        self._last_output_s[engine] = out_s
+        out_s = self._last_output_s[engine] = float(times_s[-1])  # they do not fall
         if out_s <= self.clock.now():
             self._take_decoded(engine, rows, times_s)
         else:
