@@ -8,10 +8,12 @@ class ThreadCount:
 
     Two cores read memory twice as fast as one. Two hyperthreads of a core hardly do, and when
     something else wants the processor each waits for the other: SmolLM2's weights in few bits took
-    3.8 ms on one and 11 on two, on a busy machine (median). So each is tried, again and again.
+    3.8 ms on one and 11 on two, on a busy machine (median). So each is tried, again and again; what
+    runs goes on unless the other is clearly faster. Runs must be alike: one of these for each size.
     """
 
     TRIALS, PERIOD = 5, 500  # runs of each kind, and after how many runs they are tried anew
+    CLEARLY = 0.9  # of the time of what runs
 
     def __init__(self) -> None:
         self._times: tuple[list[float], list[float]] = ([], [])
@@ -29,6 +31,7 @@ class ThreadCount:
         self._runs += 1
         if self._runs == 2 * self.TRIALS:
             medians = [statistics.median(times) for times in self._times]
-            self._best = medians.index(min(medians))
+            if medians[1 - self._best] < self.CLEARLY * medians[self._best]:
+                self._best = 1 - self._best
         if self._runs == self.PERIOD:
             self._times, self._runs = ([], []), 0

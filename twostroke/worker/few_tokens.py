@@ -129,8 +129,9 @@ class FewTokens:
             self._run(table, table.program.num_threads, with_logits)
         else:
             start_s = time.perf_counter()
-            self._run(table, table.threads.choose(table.program.num_threads), with_logits)
-            table.threads.add(time.perf_counter() - start_s)
+            threads = table.threads[count]
+            self._run(table, threads.choose(table.program.num_threads), with_logits)
+            threads.add(time.perf_counter() - start_s)
         if not with_logits:
             return StepOutput(count, buffers.x)
         return StepOutput(count, buffers.x, buffers.logits, buffers.best[:count])
@@ -228,7 +229,7 @@ class _Table:
         if self.has_logits:
             self._list_head()
         self.program = Program(self._calls)
-        self.threads = ThreadCount()
+        self.threads = [ThreadCount() for _ in range(_SHARED_TOKENS)]  # by number of tokens
         self._small_calls = np.array(self._are_small)
 
     def begin(self, num_tokens: int) -> None:

@@ -21,3 +21,10 @@ def test_the_faster_number_of_threads_is_kept_and_tried_anew(
         trials = 2 * ThreadCount.TRIALS
         assert Counter(chosen[:trials]) == {1: ThreadCount.TRIALS, 4: ThreadCount.TRIALS}, period
         assert set(chosen[trials:]) == {best}
+
+
+def test_what_runs_goes_on_unless_the_other_is_clearly_faster() -> None:
+    threads = ThreadCount()
+    for _ in range(2 * ThreadCount.TRIALS):
+        threads.add(0.095 if threads.choose(2) == 1 else 0.1)
+    assert threads.choose(2) == 2
