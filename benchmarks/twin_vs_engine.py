@@ -1,14 +1,18 @@
 """The twin against our own engine on this machine: fitted on one load, predicting others.
 
-    python benchmarks/twin_vs_engine.py [--model M] [--layout both 1p1d] [--seconds 75]
+    python benchmarks/twin_vs_engine.py [--model M] [--layout both 1p1d] [--seconds 90]
         [--requests 30] [--rounds 2] [--repeats 2] [--record DIR] [--json]
     python benchmarks/twin_vs_engine.py --from DIR        the same without engines
 
-For each layout a server is started and profiled over a grid of prompts (`twostroke profile`), then
-stopped. Another one is given loads that the fit has not seen, `--rounds` times each with other
-seeds: arrivals at random at 40 % and 75 % of what the twin says it carries, and all at once. The
-twin replays each with the moments at which requests really left. Goals: medians of TTFT and TPOT
-within 10 %, P99 within 20 %, output tokens a second within 5 %.
+For each layout a server is started and given the load of `twostroke profile`, to which the costs
+are fitted, and loads that the fit does not see, `--rounds` times each with other seeds: arrivals at
+random at 40 % and 75 % of what the twin says it carries, and all at once. The twin replays each
+with the moments at which requests really left. Goals: medians of TTFT and TPOT within 10 %, P99
+within 20 %, output tokens a second within 5 %.
+
+The profile's load is sent in parts, one after each round: the speed of a machine that others share
+drifts (steps of one row took 7 ms in one minute and 11 in another, with nothing else running here),
+and what was measured in one minute says little of another.
 
 Each round is run `--repeats` times with the same arrivals and lengths; `spread` is how far the
 engine's own figures lie apart: nothing can predict better than that. What was measured is kept in
@@ -24,7 +28,7 @@ import signal
 import sys
 import tempfile
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +44,14 @@ from twostroke.cost import BandwidthCurve, HostCost, LinearStepCost, LinkCost
 from twostroke.cost_fit import fit_link_cost
 from twostroke.cost_host import error_on, fit_costs
 from twostroke.kv.sizing import KvLayout
-from twostroke.proc.profiling import QUIET, Measured, Others, Server, measure
+from twostroke.proc.profiling import (
+    HELD_OUT_SHARE,
+    QUIET,
+    Measured,
+    Others,
+    Profiler,
+    Server,
+)
 from twostroke.router.dispatch import DispatchSettings
 from twostroke.trace_steps import TracedStep
 from twostroke.twin.scenario import EngineGroup, Result, Scenario, simulate
@@ -48,6 +59,7 @@ from twostroke.twin.transfers import Link
 from twostroke.twin.workload import Workload, of_columns
 
 GOALS = {"P50 TTFT": 0.10, "P50 TPOT": 0.10, "P99 TTFT": 0.20, "P99 TPOT": 0.20, "tokens/s": 0.05}
+FIRST_SHARE = 0.25  # of the profile's time before the loads, whose rates it decides
 NUM_BLOCKS = 2048  # usable ones; more than any load here needs
 LAYOUTS = {"both": {}, "1p1d": {"prefill": 1, "decode": 1, "pd_policy": "always"}}
 
@@ -163,8 +175,8 @@ def fit(seen: Measured) -> Fitted:
         f"  front end {host.frontend_s * 1e3:.1f} ms, {host.frontend_busy_s * 1e3:.1f} ms from "
         f"request to request; relay {host.ingress_s * 1e3:.2f} ms; delivery "
         f"{host.deliver_s * 1e3:.1f} ms; between steps {host.gap_s * 1e3:.2f} ms; "
-        f"slowdown by the other engine {host.slowdown[-1]:.2f} times, of prompts "
-        f"{host.prompt_slowdown[-1]:.2f} times"
+        f"hand-off {host.handoff_s * 1e3:.1f} ms; lost to each step of the other engine "
+        f"{host.beside_s * 1e3:.2f} ms; longer after a pause by {host.cold_s * 1e3:.1f} ms"
     )
     link = None
     if loads := seen.trace.loads:
@@ -250,38 +262,61 @@ def config_of(layout: str, model: str) -> EngineConfig:
 
 
 def record(layout: str, options: argparse.Namespace) -> Recording:
-    """Profile the layout, then give a server of it all loads."""
+    """Give a server of the layout the profile's load and the others, in turns."""
     config = config_of(layout, options.model)
-    checkpoint = resolve(config)
-    print(f"{layout}: profiling for {options.seconds:g} s", flush=True)
-    measured = measure(config, seconds=options.seconds)
-    fitted = fit(measured)
-    loads, disturbance = {}, {}
+    print(f"{layout}: profiling for {options.seconds:g} s, the loads in between", flush=True)
+    loads: dict[str, list[list[list[Outcome]]]] = {one.name: [] for one in LOADS}
+    shares: dict[str, list[float]] = {one.name: [] for one in LOADS}
     with tempfile.TemporaryDirectory() as directory:
         with Server(config, Path(directory)) as server:
-            for one in LOADS:
-                probe = draw(one, 2 * options.requests, 0, 1.0)
-                at_once = workload_of(probe.prompt_tokens, probe.output_tokens)
-                capacity = simulate(scenario_of(config, checkpoint, fitted, at_once)).request_rate
-                rate = capacity * (one.share or 1.0)
-                print(f"{layout}: {one.name}: {options.requests} at {rate:.2f}/s", flush=True)
-                others = Others()
-                loads[one.name] = [
-                    [
-                        asyncio.run(
-                            send_all(
-                                server.url,
-                                draw(one, options.requests, seed, rate),
-                                f"{seed} {repeat}",
-                            )
-                        )
-                        for seed in range(options.rounds)
-                    ]
-                    for repeat in range(options.repeats)
-                ]
-                disturbance[one.name] = others.share()
-        steps = server.read().steps
-    return Recording(options.model, measured, loads, disturbance, steps)
+            profiler = Profiler(server.url, seconds=options.seconds, seed=config.seed)
+            spent_s = FIRST_SHARE * options.seconds
+            profiler.run(spent_s)
+            rates = rates_of(config, profiler.measured(server.read()), options.requests)
+            left_s = (1 - FIRST_SHARE - HELD_OUT_SHARE) * options.seconds
+            each_s = left_s / (options.repeats * options.rounds * len(LOADS))
+            for _ in range(options.repeats):
+                for one in LOADS:
+                    loads[one.name].append([])
+                for seed, one in product(range(options.rounds), LOADS):
+                    others = Others()
+                    requests = draw(one, options.requests, seed, rates[one.name])
+                    prompts_seed = f"{seed} {len(loads[one.name])}"
+                    outcomes = asyncio.run(send_all(server.url, requests, prompts_seed))
+                    loads[one.name][-1].append(outcomes)
+                    shares[one.name].append(others.share())
+                    spent_s += each_s
+                    profiler.run(spent_s)
+            profiler.hold_out(HELD_OUT_SHARE * options.seconds)
+        trace = server.read()
+    disturbance = {name: float(np.mean(each)) for name, each in shares.items()}
+    steps = steps_during(loads, trace.steps)
+    return Recording(options.model, profiler.measured(trace), loads, disturbance, steps)
+
+
+def rates_of(config: EngineConfig, measured: Measured, num_requests: int) -> dict[str, float]:
+    """Requests a second of each load: its share of what the twin says the engines carry."""
+    checkpoint, fitted = resolve(config), fit(measured)
+    rates = {}
+    for one in LOADS:
+        probe = draw(one, 2 * num_requests, 0, 1.0)
+        at_once = workload_of(probe.prompt_tokens, probe.output_tokens)
+        capacity = simulate(scenario_of(config, checkpoint, fitted, at_once)).request_rate
+        rates[one.name] = capacity * (one.share or 1.0)
+        print(f"  {one.name}: {num_requests} at {rates[one.name]:.2f}/s", flush=True)
+    return rates
+
+
+def steps_during(
+    loads: dict[str, list[list[list[Outcome]]]], steps: list[TracedStep]
+) -> list[TracedStep]:
+    """The steps that began during the rounds of a load."""
+    spans = [
+        (min(it.start_s for it in outcomes), max(it.chunk_times_s[-1] for it in outcomes))
+        for repeats in loads.values()
+        for outcomes in chain(*repeats)
+    ]
+    return [it for it in steps if any(start_s <= it.start_s <= end_s for start_s, end_s in spans)]
 
 
 def file_of(directory: Path, layout: str) -> Path:
@@ -354,7 +389,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="", help="default: SmolLM2")
     parser.add_argument("--layout", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--seconds", type=float, default=75.0, help="of profiling, a layout")
+    parser.add_argument("--seconds", type=float, default=90.0, help="of profiling, a layout")
     parser.add_argument("--requests", type=int, default=30, help="of a round")
     parser.add_argument("--rounds", type=int, default=2, help="with other arrivals and lengths")
     parser.add_argument("--repeats", type=int, default=2, help="of the same rounds")

@@ -179,16 +179,15 @@ def _summary(found: "Profile") -> str:
         ("1,000 tokens of context", step.context_s * 1e9, "us"),
         ("1,000,000 query-key pairs", step.attended_s * 1e12, "us"),
         ("between two steps", host.gap_s * 1e6, "us"),
+        ("from P to D, beside transfers", host.handoff_s * 1e3, "ms"),
+        ("after a pause", host.cold_s * 1e3, "ms more"),
+        ("for each step of other engines", host.beside_s * 1e3, "ms more"),
         ("client to engine", (host.frontend_s + host.ingress_s) * 1e3, "ms"),
         ("engine to client", (host.egress_s + host.deliver_s) * 1e3, "ms"),
     ]
     lines = [f"{found.model} on {found.device}"]
     rows = [*tokens, *(row for row in rows if row[1])]
-    lines += [f"  {name:28}{value:12.2f} {unit}" for name, value, unit in rows]
-    for what, factors in (("decodes", host.slowdown), ("prompts", host.prompt_slowdown)):
-        if len(factors) > 1:
-            shown = ", ".join(f"{factor:.2f}" for factor in factors)
-            lines.append(f"  {what} while 1, 2, ... engines compute take {shown} times as long")
+    lines += [f"  {name:32}{value:12.2f} {unit}" for name, value, unit in rows]
     if found.link is not None:
         link = found.link
         rate = f"{link.bytes_per_s / 1e9:.2f} GB/s after {link.base_s * 1e3:.2f} ms"

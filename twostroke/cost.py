@@ -92,10 +92,13 @@ class Regime:
 class LinearStepCost:
     """Seconds as a sum over what a step does, each share measured; none is negative.
 
-    In its tokens the sum is piecewise linear and never falls. Weights are read once however few
-    tokens there are, so the first tokens may be all but free (memory-bound) and those beyond cost
-    arithmetic; and few tokens may run by kernels of their own. `regimes` (by `beyond`) say from
-    where on which `token_s` holds in place of the first one.
+    In its tokens the sum is piecewise linear, and without context never falls. Weights are read
+    once however few tokens there are, so the first tokens may be all but free (memory-bound) and
+    those beyond cost arithmetic; and few tokens may run by kernels of their own. `regimes` (by
+    `beyond`) say from where on which `token_s` holds in place of the first one.
+
+    Up to the first of them each context token costs `few_context_s` more: one or two rows have too
+    few heads for all threads of a device to read their KV at once.
     """
 
     base_s: float
@@ -104,11 +107,12 @@ class LinearStepCost:
     sampled_s: float = 0.0
     context_s: float = 0.0
     attended_s: float = 0.0
+    few_context_s: float = 0.0
     regimes: tuple[Regime, ...] = ()
 
     def __post_init__(self) -> None:
         shares = (self.base_s, self.token_s, self.row_s, self.sampled_s, self.context_s)
-        check_numbers("step cost", *shares, self.attended_s)
+        check_numbers("step cost", *shares, self.attended_s, self.few_context_s)
         for it in self.regimes:
             check_numbers("step cost", it.beyond, it.jump_s, it.token_s)
         if any(after.beyond <= before.beyond for before, after in pairwise(self.regimes)):
@@ -139,7 +143,11 @@ class LinearStepCost:
         at = bisect_left(ends, work.num_tokens)
         seconds = floors[at] + (work.num_tokens - starts[at]) * slopes[at]
         seconds += work.num_rows * self.row_s + work.num_sampled * self.sampled_s
-        return seconds + context * self.context_s + attended * self.attended_s
+        context_s = self.context_s if at else self.context_s + self.few_context_s
+        return seconds + context * context_s + attended * self.attended_s
+
+
+COLD_AFTER_S, COLD_SHARE = 0.1, 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +156,14 @@ class HostCost:
 
     client ─ frontend ─▶ router ─ ingress ─▶ engine: step ─ gap ─ step
     client ◀─ deliver ── router ◀─ egress ── engine
+    P ─ egress ─▶ router ─ ingress, handoff ─▶ D: transfer, step
 
-    `slowdown[n - 1]`: how many times longer a step takes while n engines of one host compute;
-    `prompt_slowdown` the same of steps that compute prompts, which want something else of it.
+    `beside_s`: what engines of one host take from each other. Each step makes work for the
+    processes beside the engines (scheduler, router, client); where all processors compute, those
+    that do are late by that much: the others whenever a step of one begins, and that step itself.
+
+    `cold_s`: how much longer a step takes after a pause of `COLD_AFTER_S`, but at most `COLD_SHARE`
+    of it: processors that have slept, and the host under them, are slow to begin.
     """
 
     gap_s: float = 0.0  # the device waits this long between two steps
@@ -164,30 +177,19 @@ class HostCost:
     egress_row_s: float = 0.0  # for each row of the step
     deliver_s: float = 0.0
     deliver_row_s: float = 0.0
-    slowdown: tuple[float, ...] = (1.0,)
-    prompt_slowdown: tuple[float, ...] = (1.0,)
+    handoff_s: float = 0.0  # a prompt that P has computed waits, beside transfer and relays
+    beside_s: float = 0.0
+    cold_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_numbers("host cost", self.gap_s, self.gap_row_s, self.ingress_s, self.ingress_token_s)
         check_numbers("host cost", self.frontend_s, self.frontend_token_s, self.frontend_busy_s)
-        check_numbers("host cost", self.egress_s, self.egress_row_s)
-        check_numbers("host cost", self.deliver_s, self.deliver_row_s)
-        check_numbers("slowdown", *self.slowdown, *self.prompt_slowdown, least=1.0)
-        if not (self.slowdown and self.prompt_slowdown):
-            raise ConfigError("slowdown is empty; it must say at least that of one engine: [1.0]")
+        check_numbers("host cost", self.egress_s, self.egress_row_s, self.beside_s, self.cold_s)
+        check_numbers("host cost", self.deliver_s, self.deliver_row_s, self.handoff_s)
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether engines slow each other down."""
-        return len(self.slowdown) > 1 or len(self.prompt_slowdown) > 1
-
-    def slowdown_of(self, num_busy: int, *, has_prompts: bool) -> float:
-        """For `num_busy` engines that compute at once; beyond what was measured, in proportion."""
-        factors = self.prompt_slowdown if has_prompts else self.slowdown
-        known = len(factors)
-        if num_busy <= known:
-            return factors[max(num_busy, 1) - 1]
-        return factors[-1] * num_busy / known
+    def after_pause_s(self, pause_s: float, step_s: float) -> float:
+        """How much longer a step takes that begins after such a pause of its engine."""
+        return min(self.cold_s, COLD_SHARE * step_s) if pause_s > COLD_AFTER_S else 0.0
 
 
 # ---------------------------------------------------------------- transfers

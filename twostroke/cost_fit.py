@@ -90,14 +90,19 @@ def non_negative_least_squares(gram: Float64s, moment: Float64s) -> Float64s:
 # of 1.5 is close enough.
 KNEES = tuple(float(n) for i in range(12) for n in (2**i, 3 * 2**i) if n != 2**11 * 3)
 MOST_KNEES = 4
+TIME_POWER = 0.5  # 0: short and long steps count alike, 1: each by its time
 BALANCE = 0.25  # 0: all steps count alike, 1: all sizes of steps do
-KNEE_GAIN = 0.05  # a knee must lower the squared error by this share, or it is noise
+KNEE_GAIN = 0.02  # a knee must lower the squared error by this share, or it is noise
+# What takes up to twice as long as predicted counts in full: other processes of the server, which
+# are part of any load, make some steps late. What takes longer is a pause of the machine.
+DELAY = 1.0
 
 # The same for a fit that keeps sums only and so cannot try. Without jumps: between two of these
 # that are close a slope will do.
 ONLINE_KNEES = (4.0, 8.0, 32.0, 64.0, 96.0, 256.0, 2048.0)
 
 LAWSON_ROUNDS = 60
+MEDIAN_ROUNDS = 30
 
 NUM_SHARES = 6  # columns of a LinearStepCost without its regimes
 
@@ -146,10 +151,10 @@ def fit_step_cost(samples: Sequence[StepSample]) -> tuple[LinearStepCost, FitErr
     knees: list[float] = []
     tokens = shares[:, 1]
     counts = _counts_by_size(tokens)
-    fitted, best = robust_fit(shares, seconds, counts)
+    fitted, best = _fit_steps(shares, seconds, counts)
     while len(knees) < MOST_KNEES:
         trials = [
-            (robust_fit(_with_regimes(shares, sorted([*knees, knee])), seconds, counts), knee)
+            (_fit_steps(_with_regimes(shares, sorted([*knees, knee])), seconds, counts), knee)
             for knee in sorted(KNEES)
             if knee not in knees and tokens.min() <= knee < tokens.max()
         ]
@@ -161,6 +166,12 @@ def fit_step_cost(samples: Sequence[StepSample]) -> tuple[LinearStepCost, FitErr
         knees, fitted, best = sorted([*knees, knee]), trial, error
     predicted = _with_regimes(shares, knees) @ fitted
     return step_cost_of(fitted, knees), FitError.of(predicted, seconds)
+
+
+def _fit_steps(columns: Float64s, seconds: Float64s, counts: Float64s) -> tuple[Float64s, float]:
+    """Long steps count for more than short ones, by the root of their time: it matters where a
+    load's time goes, but each of the many short steps matters to somebody too."""
+    return robust_fit(columns, seconds, counts, time_power=TIME_POWER, least_bound=DELAY)
 
 
 def _counts_by_size(tokens: Float64s) -> Float64s:
@@ -177,7 +188,7 @@ def step_cost_of(fitted: Float64s, knees: Sequence[float]) -> LinearStepCost:
     """The cost with these coefficients of the columns of `_with_regimes`."""
     values = [float(value) for value in fitted]
     beyond = values[NUM_SHARES : NUM_SHARES + len(knees)]
-    jumps = values[NUM_SHARES + len(knees) :] or [0.0] * len(knees)
+    *jumps, few_context_s = values[NUM_SHARES + len(knees) :] or [0.0] * (len(knees) + 1)
     return LinearStepCost(
         base_s=values[0],
         token_s=values[1],
@@ -185,30 +196,39 @@ def step_cost_of(fitted: Float64s, knees: Sequence[float]) -> LinearStepCost:
         sampled_s=values[3],
         context_s=values[4],
         attended_s=values[5],
+        few_context_s=few_context_s,
         regimes=tuple(map(Regime, knees, jumps, beyond)),
     )
 
 
 def _with_regimes(shares: Float64s, knees: Sequence[float], *, jumps: bool = True) -> Float64s:
     """The six shares, of which tokens up to the first knee only; the tokens from each knee to the
-    next; and, unless told otherwise, whether there are more than each knee."""
+    next; and, unless told otherwise, whether there are more than each knee, and the context of
+    steps that are not beyond the first."""
     if not knees:
         return shares
     tokens, starts, ends = shares[:, 1:2], np.array([0.0, *knees]), np.array([*knees, np.inf])
     parts = np.clip(tokens, starts, ends) - starts
     columns = [shares[:, :1], parts[:, :1], shares[:, 2:], parts[:, 1:]]
-    return np.column_stack([*columns, tokens > starts[1:]] if jumps else columns)
+    if jumps:
+        columns += [tokens > starts[1:], shares[:, 4:5] * (tokens <= starts[1])]
+    return np.column_stack(columns)
 
 
 def robust_fit(
-    columns: Float64s, seconds: Float64s, counts: Float64s | None = None
+    columns: Float64s,
+    seconds: Float64s,
+    counts: Float64s | None = None,
+    *,
+    time_power: float = 0.0,
+    least_bound: float = 0.0,
 ) -> tuple[Float64s, float]:
     """Non-negative coefficients of `columns`, and the mean of what is left, squared; `counts` says
-    how much each sample counts.
+    how much each sample counts, and `time_power` how much for its time.
 
     Weighted by the prediction, not by the measurement: weights of 1 / measured would favour what
-    happened to be fast. Residuals beyond four robust deviations count only in proportion (Huber):
-    a pause of the machine is no property of the step.
+    happened to be fast. Residuals beyond four robust deviations, and beyond `least_bound`, count
+    only in proportion (Huber): a pause of the machine is no property of the step.
     """
     counts = np.ones(len(seconds)) if counts is None else counts
     weights = np.sqrt(counts) / seconds
@@ -219,10 +239,11 @@ def robust_fit(
         coefficients = non_negative_least_squares(scaled.T @ scaled, scaled.T @ (seconds * weights))
         predicted = np.maximum(columns @ coefficients, 1e-12)
         residual = np.abs(seconds - predicted) / predicted
-        most = 4 * 1.4826 * max(float(np.median(residual)), 1e-9)
-        loss = float(np.average(np.minimum(residual, most) ** 2, weights=counts))
+        most = max(4 * 1.4826 * float(np.median(residual)), least_bound, 1e-9)
+        importance = counts * predicted**time_power
+        loss = float(np.average(np.minimum(residual, most) ** 2, weights=importance))
         bounded = np.minimum(1.0, most / np.maximum(residual, 1e-300))
-        weights = np.sqrt(counts * bounded) / predicted
+        weights = np.sqrt(importance * bounded) / predicted
     return coefficients, loss
 
 
@@ -315,15 +336,16 @@ def fit_link_cost(
 ) -> tuple[LinkCost, FitError]:
     """The link cost of measured transfers: as a sum, or pipelined where that fits better.
 
-    `clean` points, each the mean or the best of many transfers, have no outliers: the worst error
-    is made small, not the mean. Raises ValueError when none took a positive, finite time, or time
+    Of single transfers many are late, because the thread that reads has to wait for a processor:
+    the median one counts. `clean` points, each the mean or the best of many, have no outliers: the
+    worst error is made small. Raises ValueError when none took a positive, finite time, or time
     does not grow with bytes.
     """
     table = np.array([num_messages, num_bytes, seconds], np.float64).T.reshape(-1, 3)
     table = table[(table[:, 1] > 0) & (table[:, 2] > 0) & np.isfinite(table).all(axis=1)]
     if not len(table):
         raise ValueError("no transfer was measured: one needs bytes and a time over 0")
-    fit = least_worst_fit if clean else robust_fit
+    fit = least_worst_fit if clean else median_fit
     messages, moved, measured = table.T
     ones = np.ones(len(table))
     summed, sum_loss = fit(np.column_stack([ones, messages, moved]), measured)
@@ -361,6 +383,24 @@ def _fit_pipelined(
         if loss < best[1]:
             best = fitted, loss
     return best
+
+
+def median_fit(columns: Float64s, seconds: Float64s) -> tuple[Float64s, float]:
+    """Non-negative coefficients that make the mean relative error small, not squared, and that
+    error: half of the samples may be late by as much as they like.
+
+    By least squares again and again, each sample divided by the root of how far off it was.
+    """
+    weights = 1 / seconds
+    coefficients, loss = np.zeros(columns.shape[1]), np.inf
+    for _ in range(MEDIAN_ROUNDS):
+        scaled = columns * weights[:, None]
+        coefficients = non_negative_least_squares(scaled.T @ scaled, scaled.T @ (seconds * weights))
+        predicted = np.maximum(columns @ coefficients, 1e-12)
+        residual = np.abs(seconds - predicted) / predicted
+        loss = float(residual.mean())
+        weights = 1 / (predicted * np.sqrt(np.maximum(residual, 1e-3)))
+    return coefficients, loss
 
 
 def least_worst_fit(columns: Float64s, seconds: Float64s) -> tuple[Float64s, float]:

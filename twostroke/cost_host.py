@@ -1,7 +1,8 @@
 """What the processes around the devices add, from steps on a common clock and what clients saw.
 
     client  sent ──frontend, ingress──▶ first step     last step ──egress, deliver──▶ last piece
-    device  step ──gap── step ──gap── step       slowdown: steps while other engines compute too
+    device  step ──gap── step ──gap── step       beside: steps while other engines compute too
+                                                 cold: steps after a pause
 
 All times are of the host's monotonic clock, so those of different processes can be compared.
 """
@@ -13,14 +14,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from twostroke.cost import HostCost, LinearStepCost
+from twostroke.arrays import Float64s
+from twostroke.cost import COLD_AFTER_S, HostCost, LinearStepCost
 from twostroke.cost_fit import FitError, fit_step_cost, robust_fit, work_of
-from twostroke.messages import StepSample
 from twostroke.trace_steps import Trace, TracedStep
 
-ALONE = 0.02  # a step counts as alone when others compute for at most this share of it
-TOGETHER = 0.5  # least share that says something of the slowdown
 MOST_GAP_S = 0.1  # longer waits between two steps are no overhead, but something that happened
+LEAST_STEPS = 8  # fewer say nothing of what happens to them
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,11 @@ def fit_costs(
     and back is the front end's. Raises ValueError when no step says anything.
     """
     steps = trace.steps
-    busy = _overlaps(steps)
-    alone = [step.sample for step, others in zip(steps, busy, strict=True) if others <= ALONE]
-    cost, _ = fit_step_cost(alone or [step.sample for step in steps])
-    slowdown, prompt_slowdown = (_slowdowns(steps, busy, cost, kind) for kind in (False, True))
+    begun, pauses = _begun_meanwhile(steps), _pauses(steps)
+    plain = (begun == 0) & (pauses <= COLD_AFTER_S)
+    if plain.sum() < LEAST_STEPS:
+        plain = np.ones(len(steps), np.bool_)
+    cost, _ = fit_step_cost([step.sample for step, it in zip(steps, plain, strict=True) if it])
     gap_s, gap_row_s = _gaps(steps)
     inward_s, inward_token_s = _inward(steps, waves)
     outward_s, outward_row_s = _outward(steps, waves)
@@ -59,80 +60,87 @@ def fit_costs(
         egress_s=min(relay_s, outward_s),
         deliver_s=max(0.0, outward_s - relay_s),
         deliver_row_s=outward_row_s,
-        slowdown=slowdown,
-        prompt_slowdown=prompt_slowdown,
+        handoff_s=_handoff(trace, waves, relay_s),
+        beside_s=_beside(steps, begun, cost),
+        cold_s=_cold(steps, (begun == 0) & (pauses > COLD_AFTER_S), cost),
     )
     return cost, host, error_on(cost, host, steps)
 
 
 def error_on(cost: LinearStepCost, host: HostCost, steps: Sequence[TracedStep]) -> FitError:
-    """How far off the cost is on these steps, slowed down for the time that others compute."""
+    """How far off the cost is on these steps, with what pauses and other engines add."""
     predicted = []
-    for step, others in zip(steps, _overlaps(steps), strict=True):
+    for step, begun, pause_s in zip(steps, _begun_meanwhile(steps), _pauses(steps), strict=True):
         alone_s = cost.step_s(work_of(step.sample))
-        factors = host.prompt_slowdown if _has_prompts(step.sample) else host.slowdown
-        predicted.append(_slowed(alone_s, others, factors))
+        predicted.append(alone_s + host.after_pause_s(pause_s, alone_s) + host.beside_s * begun)
     return FitError.of(predicted, [step.sample.seconds for step in steps])
 
 
-def _has_prompts(sample: StepSample) -> bool:
-    """Whether the step computes prompts, and does not only decode."""
-    return sample.num_tokens > sample.num_rows
+def _by_engine(steps: Sequence[TracedStep]) -> dict[int, list[int]]:
+    """Which of the steps are whose."""
+    indices: dict[int, list[int]] = defaultdict(list)
+    for index, step in enumerate(steps):
+        indices[step.engine].append(index)
+    return indices
 
 
-def _slowed(alone_s: float, others: float, slowdown: Sequence[float]) -> float:
-    """A step while `others` engines compute in the mean: some of it alone, some of it not."""
-    rates = 1 / np.array(slowdown)
-    return alone_s / float(np.interp(others, np.arange(len(rates)), rates))
-
-
-def _overlaps(steps: Sequence[TracedStep]) -> list[float]:
-    """For each step, how many other engines compute meanwhile, in the mean."""
-    by_engine: dict[int, list[TracedStep]] = defaultdict(list)
-    for step in steps:
-        by_engine[step.engine].append(step)
-    busy: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+def _begun_meanwhile(steps: Sequence[TracedStep]) -> Float64s:
+    """[steps] How many steps of other engines began during each; and itself, if one ran then."""
+    starts, ends = (np.array([getattr(it, name) for it in steps]) for name in ("start_s", "end_s"))
+    begun = np.zeros(len(steps))
+    by_engine = _by_engine(steps)
     for engine, own in by_engine.items():
-        starts = np.array([step.start_s for step in own])
-        ends = np.array([step.end_s for step in own])
-        busy[engine] = starts, ends, np.concatenate(([0.0], np.cumsum(ends - starts)))
-    shares = []
-    for step in steps:
-        seconds = sum(
-            _busy_until(times, step.end_s) - _busy_until(times, step.start_s)
-            for engine, times in busy.items()
-            if engine != step.engine
-        )
-        shares.append(seconds / (step.end_s - step.start_s))
-    return shares
+        for other, theirs in by_engine.items():
+            if other == engine:
+                continue
+            before = starts[theirs].searchsorted(starts[own], side="right")
+            last_ends = np.concatenate(([-np.inf], ends[theirs]))[before]
+            begun[own] += starts[theirs].searchsorted(ends[own]) - before
+            begun[own] += last_ends > starts[own]
+    return begun
 
 
-def _busy_until(times: tuple[np.ndarray, np.ndarray, np.ndarray], time_s: float) -> float:
-    """Seconds that an engine has computed up to `time_s`."""
-    starts, ends, summed = times
-    done = int(np.searchsorted(ends, time_s, side="right"))
-    under_way = max(0.0, time_s - starts[done]) if done < len(starts) else 0.0
-    return float(summed[done]) + under_way
+def _pauses(steps: Sequence[TracedStep]) -> Float64s:
+    """[steps] For how long its engine has not computed before each; of the first: endless."""
+    pauses = np.full(len(steps), np.inf)
+    for own in _by_engine(steps).values():
+        for before, after in pairwise(own):
+            pauses[after] = steps[after].start_s - steps[before].end_s
+    return pauses
 
 
-def _slowdowns(
-    steps: Sequence[TracedStep], busy: Sequence[float], cost: LinearStepCost, has_prompts: bool
-) -> tuple[float, ...]:
-    """[engines that compute - 1] How many times longer steps of a kind take, the median of many.
+def _beside(steps: Sequence[TracedStep], begun: Float64s, cost: LinearStepCost) -> float:
+    """Seconds that steps take longer for each that begins meanwhile: of all that was lost.
 
-    A step that was alone for a part of its time ran at full speed in that part. The slowdown by
-    several others is taken as in proportion to their number.
+    A step that took more than twice its time was held up by something else.
     """
-    num_engines = len({step.engine for step in steps})
-    each = []
-    for step, others in zip(steps, busy, strict=True):
-        if others >= TOGETHER and _has_prompts(step.sample) == has_prompts:
-            lost = 1 - cost.step_s(work_of(step.sample)) / step.sample.seconds
-            each.append((1 / max(1 - lost / min(others, 1.0), 0.1) - 1) / max(others, 1.0))
-    if num_engines < 2 or len(each) < 8:
-        return (1.0,)
-    slope = max(0.0, float(np.median(each)))
-    return tuple(1.0 + slope * count for count in range(num_engines))
+    lost_s = 0.0
+    for index in np.flatnonzero(begun).tolist():
+        alone_s = cost.step_s(work_of(steps[index].sample))
+        lost_s += min(steps[index].sample.seconds - alone_s, alone_s)
+    if np.count_nonzero(begun) < LEAST_STEPS:
+        return 0.0
+    return max(0.0, lost_s / float(begun.sum()))
+
+
+def _cold(steps: Sequence[TracedStep], cold: Float64s, cost: LinearStepCost) -> float:
+    """Seconds that steps after a pause take longer: those that leave the least error.
+
+    The first step of all is left out: it may have compiled something.
+    """
+    indices = [index for index in np.flatnonzero(cold).tolist() if index]
+    if len(indices) < LEAST_STEPS:
+        return 0.0
+    measured = np.array([steps[index].sample.seconds for index in indices])
+    warm = np.array([cost.step_s(work_of(steps[index].sample)) for index in indices])
+
+    def error(cold_s: float) -> float:
+        host = HostCost(cold_s=cold_s)
+        longer = np.array([host.after_pause_s(np.inf, warm_s) for warm_s in warm.tolist()])
+        return float((np.abs(warm + longer - measured) / warm).sum())
+
+    tried: list[float] = [0.0, *np.maximum(measured - warm, 0.0).tolist()]
+    return min(tried, key=error)
 
 
 def _gaps(steps: Sequence[TracedStep]) -> tuple[float, float]:
@@ -140,12 +148,10 @@ def _gaps(steps: Sequence[TracedStep]) -> tuple[float, float]:
 
     Only there it is known that the next step could have followed at once.
     """
-    by_engine: dict[int, list[TracedStep]] = defaultdict(list)
-    for step in steps:
-        by_engine[step.engine].append(step)
     gaps = []
-    for own in by_engine.values():
-        for before, after in pairwise(own):
+    for own in _by_engine(steps).values():
+        for first, second in pairwise(own):
+            before, after = steps[first], steps[second]
             goes_on = after.sample.context_tokens == (
                 before.sample.context_tokens + before.sample.num_tokens
             )
@@ -193,6 +199,26 @@ def _outward(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float,
             rows = by_end[last].sample.num_sampled
             seen.append((rows, wave.ended_s - float(ends[last])))
     return _line(seen)
+
+
+def _handoff(trace: Trace, waves: Sequence[Wave], relay_s: float) -> float:
+    """Seconds from P's last step of a lone prompt to its first on D, but for transfer and relays:
+    the messages between them pass several threads, and each of those has to wake."""
+    seen = []
+    for wave in waves:
+        if wave.num_requests > 1:
+            continue
+        loads = [it for it in trace.loads if wave.sent_s <= it.start_s < wave.ended_s]
+        steps = [it for it in trace.steps if wave.sent_s <= it.start_s < wave.ended_s]
+        if not loads:
+            continue
+        first, last = loads[0], loads[-1]
+        before = [it.end_s for it in steps if it.engine != last.engine and it.end_s < last.end_s]
+        after = [it.start_s for it in steps if it.engine == last.engine and it.start_s > last.end_s]
+        if before and after:
+            waited_s = max(0.0, first.start_s - max(before)) + min(after) - last.end_s
+            seen.append(waited_s - 2 * relay_s)
+    return max(0.0, float(np.median(seen))) if seen else 0.0
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from twostroke.cost import HostCost, LinearStepCost, LinkCost, check_numbers
 from twostroke.cost_fit import FitError
 from twostroke.errors import ConfigError
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)

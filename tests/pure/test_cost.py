@@ -28,6 +28,7 @@ costs = st.builds(
     sampled_s=shares,
     context_s=shares,
     attended_s=shares,
+    few_context_s=shares,
     regimes=st.lists(
         st.builds(Regime, st.floats(0, 4096), shares, shares),
         max_size=3,
@@ -67,6 +68,12 @@ def test_regimes_by_hand() -> None:
     assert seconds == [1.0, 1.5, 3.0, 5.25, 20.0, 20.0]
 
 
+def test_context_of_few_tokens_by_hand() -> None:
+    regimes = (Regime(2, 0.0, 0.0), Regime(64, 0.0, 0.0))
+    cost = LinearStepCost(base_s=1.0, context_s=0.25, few_context_s=0.5, regimes=regimes)
+    assert [cost.step_s(StepWork(n, n, n, 4, 4)) for n in (1, 2, 3, 100)] == [4.0, 4.0, 2.0, 2.0]
+
+
 @given(costs, st.floats(0, 5000), st.floats(0, 100))
 def test_more_tokens_never_cost_less(cost: LinearStepCost, tokens: float, more: float) -> None:
     few, many = (cost.step_s(StepWork(n, 1, 1, 0, 0)) for n in (tokens, tokens + more))
@@ -90,13 +97,11 @@ def test_regimes_come_in_order() -> None:
         LinearStepCost(base_s=0.0, regimes=(Regime(64, 0.0, 0.0), Regime(4, 0.0, 0.0)))
 
 
-def test_slowdown_beyond_what_was_measured_grows_in_proportion() -> None:
-    host = HostCost(slowdown=(1.0, 1.5), prompt_slowdown=(1.0, 1.25))
-    factors = [host.slowdown_of(n, has_prompts=False) for n in (0, 1, 2, 3, 4)]
-    assert factors == [1.0, 1.0, 1.5, 2.25, 3.0]
-    assert host.slowdown_of(2, has_prompts=True) == 1.25
-    assert host.is_shared
-    assert not HostCost().is_shared
+def test_a_step_after_a_pause_is_longer_by_a_share_at_most() -> None:
+    host = HostCost(cold_s=0.01)
+    assert host.after_pause_s(0.05, 1.0) == 0.0
+    assert host.after_pause_s(1.0, 1.0) == 0.01
+    assert host.after_pause_s(1.0, 0.02) == pytest.approx(0.005)
 
 
 def test_links() -> None:

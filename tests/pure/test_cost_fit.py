@@ -115,6 +115,29 @@ def test_regimes_with_jumps_are_found() -> None:
     assert errors_on(cost, decodes_of(kernels, 200, seed=2, noise=0.0)).p90 < 0.03
 
 
+def test_context_that_costs_one_or_two_rows_more() -> None:
+    regimes = (Regime(2.0, 4e-3, 2e-4),)
+    kernels = LinearStepCost(
+        base_s=5e-3, token_s=5e-4, context_s=1e-6, few_context_s=4e-6, regimes=regimes
+    )
+    cost, _ = fit_step_cost(decodes_of(kernels, 600, seed=1, noise=0.03))
+    assert cost.regimes[0].beyond == 2.0
+    assert cost.few_context_s == pytest.approx(4e-6, rel=0.2)
+    assert errors_on(cost, decodes_of(kernels, 200, seed=2, noise=0.0)).p90 < 0.03
+
+
+def test_late_transfers_do_not_move_the_median_one() -> None:
+    """Every third waits for a processor: as long again as it takes, or longer."""
+    link = LinkCost(base_s=2e-4, bytes_per_s=1.2e9)
+    draw = random.Random(1)
+    sizes = [draw.randrange(1 << 18, 1 << 25) for _ in range(90)]
+    seconds = [link.transfer_s(1, size) for size in sizes]
+    late = [taken * draw.uniform(2, 8) if i % 3 == 0 else taken for i, taken in enumerate(seconds)]
+    cost, error = fit_link_cost([1.0] * 90, sizes, late)
+    assert [cost.transfer_s(1, size) for size in sizes] == pytest.approx(seconds, rel=0.03)
+    assert error.median < 0.02
+
+
 def test_online_bends_where_kernels_change() -> None:
     regimes = Regime(4.0, 4e-3, 2e-4), Regime(64.0, 6e-3, 5e-5)
     kernels = LinearStepCost(base_s=5e-3, token_s=1e-3, context_s=1e-8, regimes=regimes)

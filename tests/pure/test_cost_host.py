@@ -1,6 +1,7 @@
 """From steps on a clock and clients' times back to what they were made of."""
 
 import random
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -9,7 +10,7 @@ from twostroke.cost import HostCost, LinearStepCost
 from twostroke.cost_fit import work_of
 from twostroke.cost_host import Wave, error_on, fit_costs
 from twostroke.messages import StepSample
-from twostroke.trace_steps import Trace, TracedStep
+from twostroke.trace_steps import Trace, TracedLoad, TracedStep
 
 COST = LinearStepCost(base_s=5e-3, token_s=2e-5, row_s=1e-4, context_s=1e-7)
 HOST = HostCost(
@@ -24,7 +25,9 @@ HOST = HostCost(
 )
 
 
-def run_waves(engine: int, seed: int, start_s: float, slow: float = 1.0) -> tuple[list, list]:
+def run_waves(
+    engine: int, seed: int, start_s: float, late_s: float = 0.0, pause_s: float = 0.01
+) -> tuple[list, list]:
     """A grid of waves on one engine: a prefill, then eleven decodes, one wave after the other."""
     draw, now = random.Random(seed), start_s
     steps, waves = [], []
@@ -37,13 +40,13 @@ def run_waves(engine: int, seed: int, start_s: float, slow: float = 1.0) -> tupl
             tokens = count * (length if i == 0 else 1)
             attended = count * length**2 // 2 if i == 0 else context
             sample = StepSample(tokens, count, count, context, attended, 1.0)
-            sample.seconds = COST.step_s(work_of(sample)) * slow
+            sample.seconds = COST.step_s(work_of(sample)) + late_s
             steps.append(TracedStep(engine, now, now + sample.seconds, sample))
             now += sample.seconds + HOST.gap_s + HOST.gap_row_s * count
             context += tokens
         ended_s = steps[-1].end_s + HOST.egress_s + HOST.deliver_s + HOST.deliver_row_s * count
         waves.append(Wave(count, length, sent_s, ended_s))
-        now = ended_s + 0.01
+        now = ended_s + pause_s
     return steps, waves
 
 
@@ -70,46 +73,44 @@ def test_what_was_put_in_comes_out() -> None:
     assert host.frontend_busy_s == pytest.approx(1.5e-3, rel=0.01)
     assert host.deliver_s == pytest.approx(HOST.deliver_s, rel=0.02)
     assert host.deliver_row_s == pytest.approx(HOST.deliver_row_s, rel=0.05)
-    assert host.slowdown == (1.0,)
+    assert host.beside_s == host.cold_s == host.handoff_s == 0.0
 
 
-def test_engines_that_slow_each_other_down() -> None:
-    """One engine alone first; then two at once, each 1.6 times slower."""
+def test_what_engines_of_one_host_take_from_each_other() -> None:
+    """One engine alone first; then two at once, in steps of the same length: each step of one
+    overlaps two of the other, so it is late by twice what one takes, and so it is seen."""
     alone, waves = run_waves(0, 1, 0.0)
     later = alone[-1].end_s + 1
-    both = run_waves(0, 2, later, slow=1.6)[0] + run_waves(1, 2, later, slow=1.6)[0]
+    both = run_waves(0, 2, later, late_s=2e-3)[0] + run_waves(1, 2, later + 1e-3, late_s=2e-3)[0]
     steps = sorted([*alone, *both], key=lambda step: step.start_s)
     cost, host, _ = fit_costs(Trace(steps, [], []), waves)
     assert cost.base_s == pytest.approx(COST.base_s, rel=0.02)
-    assert host.slowdown == pytest.approx((1.0, 1.6), rel=0.05)
-    assert error_on(cost, host, steps).median < 0.02
+    assert host.beside_s == pytest.approx(1e-3, rel=0.15)
+    assert error_on(cost, host, steps).median < 0.06
 
 
-def test_prompts_and_decodes_are_slowed_down_apart() -> None:
-    """One engine computes prompts while the other decodes, after a time in which one was alone."""
-    alone, _ = run_waves(0, 1, 0.0)
-    decodes = [it for it in alone if it.sample.num_tokens == it.sample.num_rows]
-    prompt = next(it.sample for it in alone if it.sample.num_tokens > 1000)
-    now, steps = alone[-1].end_s + 1, list(alone)
-    for _ in range(20):
-        start_s = now
-        end_s = start_s + 1.3 * COST.step_s(work_of(prompt))
-        steps.append(TracedStep(0, start_s, end_s, replaced(prompt, end_s - start_s)))
-        for it in decodes:
-            if now >= end_s:
-                break
-            seconds = 1.8 * it.sample.seconds
-            steps.append(TracedStep(1, now, now + seconds, replaced(it.sample, seconds)))
-            now += seconds
-        now += 0.01
-    steps.sort(key=lambda step: step.start_s)
-    _, host, _ = fit_costs(Trace(steps, [], []), [])
-    assert host.slowdown == pytest.approx((1.0, 1.8), rel=0.05)
-    assert host.prompt_slowdown == pytest.approx((1.0, 1.3), rel=0.05)
+def test_steps_after_a_pause() -> None:
+    """The first steps of the waves that come late take 1 ms longer."""
+    warm, waves = run_waves(0, 1, 0.0)
+    cold, _ = run_waves(0, 2, warm[-1].end_s + 1, pause_s=0.5)
+    slow = []
+    for before, it in pairwise([warm[-1], *cold]):
+        late_s = 1e-3 if it.start_s - before.end_s > 0.1 else 0.0
+        sample = msgspec.structs.replace(it.sample, seconds=it.sample.seconds + late_s)
+        slow.append(TracedStep(0, it.start_s, it.end_s + late_s, sample))
+    _, host, error = fit_costs(Trace([*warm, *slow], [], []), waves)
+    assert host.cold_s == pytest.approx(1e-3, rel=0.02)
+    assert error.p90 < 0.01
 
 
-def replaced(sample: StepSample, seconds: float) -> StepSample:
-    return msgspec.structs.replace(sample, seconds=seconds)
+def test_a_hand_off() -> None:
+    """P ends at 1 s, D reads from 1.003 to 1.01 s, and begins at 1.0115 s."""
+    works = [StepSample(64, 1, 1, 0, 2048, 0.5), StepSample(1, 1, 1, 64, 64, 0.01)]
+    steps = [TracedStep(0, 0.5, 1.0, works[0]), TracedStep(1, 1.0115, 1.0215, works[1])]
+    load = TracedLoad(1, 1.003, 1.01, 1 << 20, 1)
+    waves = [Wave(1, 64, 0.49, 1.03), Wave(3, 64, 0.49, 1.03)]
+    _, host, _ = fit_costs(Trace(steps, [load], []), waves, relay_s=2e-4)
+    assert host.handoff_s == pytest.approx(4.5e-3 - 4e-4)
 
 
 def test_steps_without_clients() -> None:

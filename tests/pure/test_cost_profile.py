@@ -15,7 +15,7 @@ PROFILE = Profile(
     device="this CPU",
     step=LinearStepCost(base_s=1e-3, token_s=1e-5, regimes=(Regime(64.0, 1e-3, 2e-5),)),
     step_error=FitError(100, 0.03, 0.09, -0.01),
-    host=HostCost(gap_s=1e-4, slowdown=(1.0, 1.8)),
+    host=HostCost(gap_s=1e-4, beside_s=1e-3),
     link=LinkCost(base_s=1e-4, bytes_per_s=1e9),
     link_error=FitError(10, 0.01, 0.02, 0.0),
     settings={"threads": "2"},
@@ -33,7 +33,7 @@ def test_there_and_back(tmp_path: Path) -> None:
     [
         ('"base_s": 0.001', '"base_s": -1.0', "base|step cost"),
         ('"base_s": 0.001', '"base_s": "x"', "base_s"),
-        ('"version": 2', '"version": 7', "version 7"),
+        ('"version": 3', '"version": 7', "version 7"),
         ('"bytes_per_s": 1000000000.0', '"bytes_per_s": 0.0', "rate"),
         ('"model"', '"modle"', "model"),
         ("{", "", "not a profile"),

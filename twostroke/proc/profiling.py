@@ -1,8 +1,8 @@
-"""`twostroke profile`: runs a server over a grid of prompts and measures what everything costs.
+"""`twostroke profile`: runs a server, sends it a load, and measures what everything costs.
 
-    for each wave    send n prompts of the same length at once over HTTP, wait for all answers
-    then             stop the server, read its trace: each step's work and time, on the clock that
-                     our own times are on; fit
+    pieces    bursts, streams and lone requests (`profile_load`) over HTTP, all answers waited for
+    then      stop the server, read its trace: each step's work and time, on the clock that our own
+              times are on; fit
 
 The server is the one that `serve` starts with the same flags, because what runs beside an engine
 is part of what a step costs: on a CPU they share cores. It answers this process, which therefore
@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import platform
 import random
@@ -34,23 +33,21 @@ from typing import Self, TypeVar
 import httpx
 
 from twostroke.bench import load
-from twostroke.bench.load import Target
-from twostroke.bench.workload import FIRST_TOKEN_ID, Prompt
+from twostroke.bench.load import Outcome, Target
+from twostroke.bench.workload import Prompt
 from twostroke.config import EngineConfig
 from twostroke.cost_host import Wave
 from twostroke.cost_profile import DevicePeaks
 from twostroke.errors import EngineDeadError, TwostrokeError
+from twostroke.proc.profile_load import Card, Limits, Load, waves_of
 from twostroke.trace_steps import Trace, TracedLoad, TracedStep, read_trace
 
 START_S = 600.0
 STOP_S = 60.0
-OUTPUT_TOKENS = 12  # of each answer: some steps in which all decode
-BATCHED_LENGTHS = tuple(4**i for i in range(2, 10))  # of prompts that come together
-OUTPUT_COST = 8  # prompt tokens that one of output is reckoned to cost, where a rate is chosen
-GRID_SHARE = 0.6  # of the time; the rest is for two mixed loads
+HELD_OUT_SHARE = 0.15  # of the time
+MOST_HELD_OUT = 1000  # requests
 RELAY_SAMPLES = 30
-WAVE_SHARE = 0.25  # most of the time budget that one wave may take
-LEAST_QUIET = 0.2  # of the waves; with fewer, the disturbed ones count too
+LEAST_QUIET = 0.2  # of the pieces; with fewer, the disturbed ones count too
 LOOK_S = 0.5  # least time between two looks at what else runs: CPU time is counted in 10 ms
 QUIET = 0.06  # share of the host's CPU time that others may take without disturbing
 
@@ -143,37 +140,6 @@ class Server:
         return read_trace(self.trace)
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a server can take."""
-
-    max_tokens: int  # of a prompt and its answer
-    max_num_seqs: int
-    num_kv_tokens: int
-    vocab_size: int
-
-
-def grid(limits: Limits) -> Iterator[tuple[int, int]]:
-    """Waves as (requests, prompt tokens): lone prompts first, then batches, small before large.
-
-    Together they hold all sizes of chunks and batches on all contexts: powers of two and halfway
-    between (from where to where one kind of kernel runs, see `cost_fit.KNEES`), and five, the
-    smallest batch that is not small.
-    """
-    longest = limits.max_tokens - OUTPUT_TOKENS
-    sizes = sorted({n for i in range(20) for n in (2**i, 3 * 2**i)})
-    lengths = [n for n in sizes if 2 <= n <= longest]
-    counts = sorted({n for n in (*sizes, 5, limits.max_num_seqs) if n <= limits.max_num_seqs})
-    waves = [
-        (count, length)
-        for count in counts
-        for length in lengths
-        if count * (length + OUTPUT_TOKENS) <= limits.num_kv_tokens
-        and (count == 1 or length in BATCHED_LENGTHS)
-    ]
-    yield from sorted(waves, key=lambda wave: (wave[0] * (wave[1] + 8 * OUTPUT_TOKENS), wave))
-
-
 class Others:
     """Processes on this host that are neither this one nor, at the time of making, below it."""
 
@@ -206,87 +172,154 @@ class Others:
         return all_s, all_s - idle_s, ours_s
 
 
-class SentWaves:
-    """Waves as they were sent, and which of them nothing else on this host disturbed."""
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The trace and the waves of what is fitted to; a message between router and engine in seconds;
+    and the steps of a load that nothing is fitted to.
+
+    During `num_disturbed` other pieces, other processes took CPU time; during the load that is held
+    out they took the share `disturbance`.
+    """
+
+    trace: Trace
+    waves: list[Wave]
+    relay_s: float
+    held_out: list[TracedStep]
+    num_disturbed: int = 0
+    disturbance: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What was sent without a look at what else runs, and its `Wave`s."""
+
+    start_s: float
+    end_s: float
+    waves: list[Wave]
+
+
+class Pieces:
+    """What was sent, and which of it nothing else on this host disturbed."""
 
     def __init__(self) -> None:
-        self._all: list[Wave] = []
-        self._quiet: list[Wave] = []
-        self._new: list[Wave] = []  # since the last look at what else runs
+        self._all: list[Piece] = []
+        self._quiet: list[Piece] = []
+        self._new: list[Piece] = []  # since the last look at what else runs
         self._others, self._looked_s = Others(), time.monotonic()
 
-    def add(self, wave: Wave) -> None:
-        self._all.append(wave)
-        self._new.append(wave)
-        if time.monotonic() - self._looked_s > LOOK_S:
-            self._look()
+    def begin(self) -> None:
+        """What else ran until now is of no interest."""
+        self._others.share()
+        self._looked_s = time.monotonic()
 
-    def _look(self) -> None:
+    def add(self, piece: Piece) -> None:
+        self._all.append(piece)
+        self._new.append(piece)
+        if time.monotonic() - self._looked_s > LOOK_S:
+            self.look()
+
+    def look(self) -> None:
+        """Decide on what came since the last look."""
         if self._others.share() < QUIET:
             self._quiet += self._new
         self._new, self._looked_s = [], time.monotonic()
-
-    def end(self) -> None:
-        """No more will come."""
-        self._look()
 
     @property
     def num_disturbed(self) -> int:
         return len(self._all) - len(self._quiet)
 
-    def is_of_use(self, share: float) -> bool:
-        """Whether to use what was measured while others took that share: not if it disturbs,
-        unless all is disturbed, or nearly."""
-        return share < QUIET or len(self._quiet) <= LEAST_QUIET * len(self._all)
-
     @property
-    def of_use(self) -> list[Wave]:
-        return self._all if self.is_of_use(1.0) else self._quiet
+    def of_use(self) -> list[Piece]:
+        """All that was not disturbed, unless nearly all is."""
+        return self._quiet if len(self._quiet) > LEAST_QUIET * len(self._all) else self._all
 
 
-async def run_grid(
-    url: str, *, seconds: float, seed: int, on_progress: Callable[[float], None]
-) -> SentWaves:
-    """Send the grid's waves, round after round, for about `seconds`; `on_progress` gets its share.
+class Profiler:
+    """Sends the profile's load to a running server, in parts if that is wanted: between them it may
+    be sent other loads, so that both see the machine in the same minutes."""
 
-    A wave that would take too long is left out, and with it the larger ones.
-    """
-    draw = random.Random(seed)
-    waves = SentWaves()
-    async with load.connect(url) as client:
-        limits = await _limits(client)
-        target = Target(model=await load.find_model(client), ignore_eos=True)
-        start_s = time.monotonic()
-        second_per_token = 0.0
-        is_new = True
-        while is_new:
-            is_new = False
-            for count, length in grid(limits):
-                elapsed_s = time.monotonic() - start_s
-                on_progress(min(1.0, elapsed_s / seconds))
-                expected_s = second_per_token * count * (length + OUTPUT_TOKENS)
-                if elapsed_s + expected_s > seconds or expected_s > WAVE_SHARE * seconds:
+    def __init__(self, url: str, *, seconds: float, seed: int) -> None:
+        """`seconds`: what all parts will take together, about."""
+        self._url, self._seconds, self._seed = url, seconds, seed
+        self._load: Load | None = None
+        self._cards: Iterator[Card] = iter(())
+        self._pieces = Pieces()
+        self._spent_s = 0.0
+        self._held_out = (0.0, 0.0)
+        self._disturbance = 0.0
+        self._relay_s = asyncio.run(measure_relay(url))
+
+    def run(
+        self, seconds: float, on_progress: Callable[[float], None] = lambda share: None
+    ) -> None:
+        """Send on until it has taken `seconds` in all; `on_progress` gets the share of them."""
+        asyncio.run(self._run(seconds, on_progress))
+
+    async def _run(self, seconds: float, on_progress: Callable[[float], None]) -> None:
+        self._pieces.begin()
+        async with load.connect(self._url) as client:
+            sent, target = await self._begin(client)
+            for card in self._cards:
+                outcomes, start_s, spent_s = await _play(client, target, sent, card)
+                self._pieces.add(Piece(start_s, start_s + spent_s, waves_of(card, outcomes)))
+                self._spent_s += spent_s
+                on_progress(min(1.0, self._spent_s / seconds))
+                if self._spent_s >= seconds:
                     break
-                prompts = [_prompt(draw, length, limits.vocab_size) for _ in range(count)]
-                sent_s = time.monotonic()
-                outcomes, spent_s = await load.run(client, target, prompts, [0.0] * count)
-                if failed := next((it.error for it in outcomes if it.error), ""):
-                    raise TwostrokeError(f"the server failed a request: {failed}")
-                ended_s = max(outcome.chunk_times_s[-1] for outcome in outcomes)
-                waves.add(Wave(count, length, sent_s, ended_s))
-                second_per_token = spent_s / (count * (length + OUTPUT_TOKENS))
-                is_new = True
-    waves.end()
-    on_progress(1.0)
-    return waves
+        self._pieces.look()
+
+    async def _begin(self, client: httpx.AsyncClient) -> tuple[Load, Target]:
+        target = Target(model=await load.find_model(client), ignore_eos=True)
+        if self._load is None:
+            limits = await _limits(client)
+            self._load = Load(limits, self._seed, self._seconds)
+            self._cards = self._load.cards()
+        return self._load, target
+
+    def hold_out(self, seconds: float) -> None:
+        """A load that nothing is fitted to: requests at random moments for `seconds`, as many as
+        keep the server busy for half of the time."""
+        asyncio.run(self._hold_out(seconds))
+
+    async def _hold_out(self, seconds: float) -> None:
+        others, start_s = Others(), time.monotonic()
+        async with load.connect(self._url) as client:
+            sent, target = await self._begin(client)
+            prompts: list[Prompt] = []
+            while len(prompts) < MOST_HELD_OUT and sent.pace.seconds(prompts) < seconds / 2:
+                prompts += sent.requests(Card(1, 1.0))[0]
+            draw = random.Random(self._seed + 1)
+            offsets = sorted(draw.uniform(0, seconds) for _ in prompts)
+            await load.run(client, target, prompts, offsets)
+        self._held_out = start_s, time.monotonic()
+        self._disturbance = others.share()
+
+    def measured(self, trace: Trace) -> Measured:
+        """What all of it says, from what the server has traced."""
+        pieces = self._pieces.of_use
+        spans = [(piece.start_s, piece.end_s) for piece in pieces]
+        return Measured(
+            trace=Trace(_within(spans, trace.steps), _within(spans, trace.loads), trace.inputs_s),
+            waves=[wave for piece in pieces for wave in piece.waves],
+            relay_s=self._relay_s,
+            held_out=_within([self._held_out], trace.steps),
+            num_disturbed=self._pieces.num_disturbed,
+            disturbance=self._disturbance,
+        )
 
 
-def _prompt(
-    draw: random.Random, length: int, vocab_size: int, output_tokens: int = OUTPUT_TOKENS
-) -> Prompt:
-    """Random ids: nothing is found in a prefix cache."""
-    ids = [draw.randrange(min(FIRST_TOKEN_ID, vocab_size - 1), vocab_size) for _ in range(length)]
-    return Prompt(ids, output_tokens)
+async def _play(
+    client: httpx.AsyncClient, target: Target, sent: Load, card: Card
+) -> tuple[list[Outcome], float, float]:
+    """Send a card's requests: outcomes, when that began, and how long it took."""
+    prompts, offsets = sent.requests(card)
+    start_s = time.monotonic()
+    outcomes, spent_s = await load.run(client, target, prompts, offsets)
+    if failed := next((it.error for it in outcomes if it.error), ""):
+        raise TwostrokeError(f"the server failed a request: {failed}")
+    if not card.spread:
+        sent.pace.add(outcomes, spent_s)
+    return outcomes, start_s, spent_s
 
 
 async def _limits(client: httpx.AsyncClient) -> Limits:
@@ -301,65 +334,21 @@ async def _limits(client: httpx.AsyncClient) -> Limits:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """A grid's trace and waves; a message between router and engine in seconds; and the steps of a
-    mixed load, which nothing was fitted to.
-
-    While `num_disturbed` other waves ran, other processes took CPU time; during the mixed load they
-    took the share `disturbance`.
-    """
-
-    trace: Trace
-    waves: list[Wave]
-    relay_s: float
-    held_out: list[TracedStep]
-    num_disturbed: int = 0
-    disturbance: float = 0.0
-
-
 def measure(
     config: EngineConfig,
     *,
     seconds: float,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> Measured:
-    """Start a server with these settings and measure it for about `seconds`.
-
-    Mixed loads come last, each from a seed of its own: arrivals at random, lengths at random. One
-    shows what the grid's waves do not, prompts among decodes and engines that compute at once; the
-    other one is held out.
-    """
+    """Start a server with these settings and measure it for about `seconds`."""
     with tempfile.TemporaryDirectory(prefix="twostroke-profile-") as name:
         with Server(config, Path(name)) as server:
-            relay_s = asyncio.run(measure_relay(server.url))
-            sent = asyncio.run(
-                run_grid(
-                    server.url,
-                    seconds=GRID_SHARE * seconds,
-                    seed=config.seed,
-                    on_progress=lambda share: on_progress(GRID_SHARE * share),
-                )
-            )
-            waves, shares, spans = sent.of_use, list[float](), list[tuple[float, float]]()
-            for seed in (1, 2):
-                others, start_s = Others(), time.monotonic()
-                mixed_s = (1 - GRID_SHARE) / 2 * seconds
-                asyncio.run(_mixed_load(server.url, waves, mixed_s, seed=config.seed + seed))
-                shares.append(others.share())
-                spans.append((start_s, time.monotonic()))
+            profiler = Profiler(server.url, seconds=seconds, seed=config.seed)
+            fitted_s = (1 - HELD_OUT_SHARE) * seconds
+            profiler.run(fitted_s, lambda share: on_progress((1 - HELD_OUT_SHARE) * share))
+            profiler.hold_out(HELD_OUT_SHARE * seconds)
         on_progress(1.0)
-        trace = server.read()
-    fitted = [(wave.sent_s, wave.ended_s) for wave in waves]
-    fitted += spans[:1] if sent.is_of_use(shares[0]) else []
-    return Measured(
-        trace=Trace(_within(fitted, trace.steps), _within(fitted, trace.loads), trace.inputs_s),
-        waves=waves,
-        relay_s=relay_s,
-        held_out=_within(spans[1:], trace.steps),
-        num_disturbed=sent.num_disturbed,
-        disturbance=shares[1],
-    )
+        return profiler.measured(server.read())
 
 
 _Timed = TypeVar("_Timed", TracedStep, TracedLoad)
@@ -390,33 +379,6 @@ async def measure_relay(url: str) -> float:
                 times_s.append(time.perf_counter() - start_s)
     asked_s, unasked_s = (statistics.median(times_s) for times_s in spent_s.values())
     return max(0.0, (asked_s - unasked_s) / 2)
-
-
-async def _mixed_load(url: str, waves: list[Wave], seconds: float, *, seed: int) -> None:
-    """Requests of random lengths, short ones as often as long ones, at random moments: at half the
-    rate that the largest wave ran at, when a token of output costs as much as some of a prompt."""
-    draw = random.Random(seed)
-    async with load.connect(url) as client:
-        limits = await _limits(client)
-        target = Target(model=await load.find_model(client), ignore_eos=True)
-        longest = max(
-            wave.prompt_tokens for wave in waves if wave.num_requests > 1 or len(waves) == 1
-        )
-        busiest = max(waves, key=lambda wave: wave.num_requests * wave.prompt_tokens)
-        rate = busiest.num_requests * busiest.prompt_tokens / (busiest.ended_s - busiest.sent_s)
-        mean_tokens = longest / math.log(longest) + OUTPUT_TOKENS * OUTPUT_COST
-        count = max(4, int(0.5 * rate / mean_tokens * seconds))
-        offsets = sorted(draw.uniform(0, seconds) for _ in range(count))
-        prompts = [
-            _prompt(
-                draw,
-                round(math.exp(draw.uniform(1, math.log(max(5, longest))))),
-                limits.vocab_size,
-                draw.randint(2, 2 * OUTPUT_TOKENS),
-            )
-            for _ in range(count)
-        ]
-        await load.run(client, target, prompts, offsets, max_concurrency=limits.max_num_seqs)
 
 
 def device_name() -> str:

@@ -78,6 +78,7 @@ class CostExecutor:
         self._transfers = transfers
         self._running: deque[RunningPlan] = deque()
         self._ended_s = -math.inf  # the end of the plan that was collected last
+        self._computed_s = -math.inf  # of the last one with rows
         self._costs: Float64s = np.empty(0)  # of the steps that may be skipped
 
     # ------------------------------------------------------------ the protocol
@@ -94,6 +95,8 @@ class CostExecutor:
             plan.num_computed, plan.num_scheduled, int(np.count_nonzero(plan.samples))
         )
         seconds = self._cost.step_s(work)
+        if not any(len(it.plan.slots) for it in self._running):
+            seconds += self._host.after_pause_s(now - self._computed_s, seconds)
         self.busy_s += seconds
         if work.num_tokens > rows:
             self.prefill_s += seconds
@@ -105,6 +108,8 @@ class CostExecutor:
         running = self._running.popleft()
         plan = running.plan
         self._ended_s = self._clock.now()
+        if len(plan.slots):
+            self._computed_s = self._ended_s
         self._resolve()
         return StepResult(
             step=plan.step,
@@ -224,7 +229,7 @@ class CostExecutor:
         The clock stands at the last one's end. Returns what its result would have reported.
         """
         self.busy_s += float(self._costs[:turns].sum())
-        self._ended_s = float(ends[turns - 1])
+        self._ended_s = self._computed_s = float(ends[turns - 1])
         if self._running:
             running = self._running[0]
             running.plan.step += turns

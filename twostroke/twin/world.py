@@ -41,7 +41,7 @@ from twostroke.twin.engine import TwinEngine
 from twostroke.twin.executor import CostExecutor
 from twostroke.twin.front import FrontEnd
 from twostroke.twin.hasher import NumberMap, RunHasher
-from twostroke.twin.host import SharedHost, SharedHostExecutor
+from twostroke.twin.host import SharedHost, SharedHostExecutor, inward_s
 from twostroke.twin.lockstep import Lockstep, LockstepExecutor
 from twostroke.twin.outcome import engine_result, result_of
 from twostroke.twin.record import Requests, Timeline
@@ -95,7 +95,7 @@ class World:
         if not roles - {"prefill"}:
             raise ConfigError("no engine decodes", hint="add some with --decode or --both")
         has_handoffs = roles != {"both"}
-        self._front, self._host = FrontEnd(groups[0].host), SharedHost(groups[0].host)
+        self._front, self._host = FrontEnd(groups[0].host), SharedHost(groups[0].host.beside_s)
         for index, group in enumerate(groups):
             self._add_engine(index, group, has_handoffs=has_handoffs)
         self._send_messages()
@@ -125,7 +125,7 @@ class World:
             )
             transfers = self._fabric.add(index, endpoint, clock.now)
             self._transfers.append(transfers)
-        shares_host = group.host.is_shared
+        shares_host = group.host.beside_s > 0
         make_executor: Callable[..., CostExecutor] = CostExecutor
         if group.steps_together:
             rounds = self._rounds.setdefault(id(group), Lockstep(group.cost))
@@ -277,10 +277,7 @@ class World:
             self._push(self._timer_s, _TIMER, 0)
 
     def _post(self, index: int, message: ToEngine) -> None:
-        host = self._groups[index].host
-        delay_s = host.ingress_s
-        if isinstance(message, AddRequest):
-            delay_s += host.ingress_token_s * len(message.prompt_token_ids)
+        delay_s = inward_s(self._groups[index].host, message)
         at_s = max(self.clock.now() + delay_s, self._last_input_s[index])
         self._last_input_s[index] = at_s
         self._push(at_s, _MESSAGE, next(self._order), (index, message))

@@ -1,4 +1,4 @@
-"""`twostroke profile` around a real server with a tiny model; the grid; what cannot be measured."""
+"""`twostroke profile` around a real server with a tiny model; what cannot be measured."""
 
 import json
 from pathlib import Path
@@ -12,34 +12,24 @@ from twostroke.cost_host import Wave
 from twostroke.cost_profile import Profile
 from twostroke.errors import EngineDeadError
 from twostroke.proc import profiling
-from twostroke.proc.profiling import OUTPUT_TOKENS, Limits, Server, grid
+from twostroke.proc.profiling import Piece, Server
 from twostroke.twin.hardware import of_profile
-
-LIMITS = Limits(max_tokens=512, max_num_seqs=6, num_kv_tokens=1024, vocab_size=300)
-
-
-def test_the_grid_stays_within_limits_and_grows() -> None:
-    waves = list(grid(LIMITS))
-    assert waves[0] == (1, 2)
-    assert {count for count, _ in waves} == {1, 2, 3, 4, 5, 6}
-    assert max(length for _, length in waves) == 384
-    assert all(count * (length + OUTPUT_TOKENS) <= 1024 for count, length in waves)
 
 
 @pytest.mark.parametrize(("shares", "kept"), [([0.0, 0.5, 0.01], [1, 3]), ([0.9] * 3, [1, 2, 3])])
-def test_waves_that_something_disturbed_are_left_out(
+def test_pieces_that_something_disturbed_are_left_out(
     shares: list[float], kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless hardly any is undisturbed."""
     each = iter(shares)
     monkeypatch.setattr(profiling, "LOOK_S", -1.0)
     monkeypatch.setattr(profiling.Others, "share", lambda self: next(each, 1.0))
-    waves = profiling.SentWaves()
+    pieces = profiling.Pieces()
     for count in (1, 2, 3):
-        waves.add(Wave(count, 16, 0.0, 1.0))
-    waves.end()
-    assert [wave.num_requests for wave in waves.of_use] == kept
-    assert waves.num_disturbed == sum(share > 0.1 for share in shares)
+        pieces.add(Piece(0.0, 1.0, [Wave(count, 16, 0.0, 1.0)]))
+    pieces.look()
+    assert [piece.waves[0].num_requests for piece in pieces.of_use] == kept
+    assert pieces.num_disturbed == sum(share > 0.1 for share in shares)
 
 
 def test_what_other_processes_take() -> None:

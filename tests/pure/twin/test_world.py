@@ -151,7 +151,7 @@ def test_transfers_share_a_link():
 
 @pytest.mark.parametrize(
     ("host", "steps_together"),
-    [(HostCost(), False), (HostCost(slowdown=(1.0, 1.5)), False), (HostCost(), True)],
+    [(HostCost(), False), (HostCost(beside_s=1e-4), False), (HostCost(), True)],
 )
 def test_streams_over_a_slow_link_do_not_stand_still(host, steps_together):
     """Workers wait for pieces, and for nothing else, while the next plan is made."""
