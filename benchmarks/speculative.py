@@ -1,6 +1,6 @@
 """What n-gram drafts bring where answers repeat their prompts: summaries, quotations, corrections.
 
-    python benchmarks/speculative.py [MODEL] [--pairs 5] [--tokens 4] [--threads 0] [--json]
+    python benchmarks/speculative.py [MODEL] [--pairs 5] [--tokens 12] [--threads 0] [--json]
 
 Two engines, with and without drafts, answer the same prompts in turn, greedily; a pair of runs is
 made back to back, so that a busy machine slows both, and the median of the pairs' ratios counts.
@@ -136,8 +136,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=4, help="drafts a step")
-    parser.add_argument("--lookup", type=int, nargs=2, default=(3, 5), metavar=("MIN", "MAX"))
+    parser.add_argument("--tokens", type=int, default=12, help="most drafts a step")
+    parser.add_argument("--lookup", type=int, nargs=2, default=(2, 5), metavar=("MIN", "MAX"))
     parser.add_argument("--batch", type=int, default=1, help="prompts at once")
     parser.add_argument("--length", type=int, default=160, help="tokens of an answer")
     parser.add_argument("--dtype", default="auto")
@@ -165,7 +165,7 @@ def main() -> None:
     with plain.llm, drafting.llm:
         results = {task: measure(plain, drafting, task, options) for task in TASKS}
         name = plain.llm.engine.model_name
-    print(f"{name}, {options.tokens} drafts a step, medians of {options.pairs} pairs")
+    print(f"{name}, at most {options.tokens} drafts a step, medians of {options.pairs} pairs")
     titles = ("tok/s", "drafts", "ratio", "CPU ratio", "accepted", "equal")
     print(f"{'':12}" + "".join(f"{title:>10}" for title in titles))
     for task, row in results.items():

@@ -30,6 +30,7 @@ Preemption = Literal["last", "least_lost"]
 Role = Literal["prefill", "decode", "both"]  # what the router sends to an engine
 Quantization = Literal["auto", "none", "int8", "int4"]
 ENV_PREFIX = "TWOSTROKE_"
+NGRAM_SPECULATIVE_TOKENS = 12
 MAX_SPECULATIVE_TOKENS = 128  # vLLM's bound
 MAX_SHUTDOWN_TIMEOUT_S = 86_400
 MAX_HANDOFF_TIMEOUT_S = 86_400
@@ -143,9 +144,11 @@ class EngineConfig:
     speculative_method: Literal["none", "ngram", "draft_model"] = _setting(
         "none", "where draft tokens come from: the request's own text, or a smaller model"
     )
-    num_speculative_tokens: int = _setting(4, "draft tokens a request and step", minimum=1)
+    num_speculative_tokens: int = _setting(
+        4, "most draft tokens a request and step; default with ngram: 12", minimum=1
+    )
     speculative_model: str = _setting("", "the draft model, named as the model is")
-    prompt_lookup_min: int = _setting(3, "ngram: fewest last tokens that must recur", minimum=1)
+    prompt_lookup_min: int = _setting(2, "ngram: fewest last tokens that must recur", minimum=1)
     prompt_lookup_max: int = _setting(5, "ngram: most last tokens looked for", minimum=1)
     speculative_config: str = _setting("", "the five above as JSON, with vLLM's keys")
     # prefill and decode in engines of their own, which hand KV over
@@ -273,6 +276,13 @@ def resolve(
     if values["speculative_config"]:
         for name, value in speculative_settings(values["speculative_config"]).items():
             take(name, value, sources["speculative_config"][0], f"{name} of --speculative-config")
+    if (
+        values["speculative_method"] == "ngram"
+        and sources["num_speculative_tokens"][0] == "default"
+    ):
+        reason = "as many of these as pay are used"
+        values["num_speculative_tokens"] = NGRAM_SPECULATIVE_TOKENS
+        sources["num_speculative_tokens"] = ("derived", reason)
     config = EngineConfig(**values)
     _check(config)
     if config.hands_off:

@@ -208,7 +208,10 @@ def test_vllms_speculative_config_sets_ours():
         "draft_model",
         "some/model",
     )
-    assert (settings.prompt_lookup_min, settings.prompt_lookup_max) == (3, 5)
+    assert (settings.prompt_lookup_min, settings.prompt_lookup_max) == (2, 5)
+    assert settings.num_speculative_tokens == 4
+    settings, _ = resolve({"speculative_method": "ngram"}, environ={})
+    assert settings.num_speculative_tokens == 12
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("YES", True), ("off", False)])

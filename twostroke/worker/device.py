@@ -10,6 +10,7 @@ import torch
 
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
+from twostroke.model import few_rows_quantised
 from twostroke.shape import ModelShape
 from twostroke.worker.pool import Fact
 
@@ -130,5 +131,24 @@ def estimate_activations(config: EngineConfig, shape: ModelShape, itemsize: int)
     per_token = (3 * shape.hidden_size + attention + feed_forward) * itemsize
     per_position = 4 * 4 * shape.vocab_size
     drafts = 0 if config.speculative_method == "none" else config.num_speculative_tokens
-    sampled = config.max_num_seqs * (1 + drafts)
+    sampled = min(config.max_num_seqs * (1 + drafts), config.max_num_batched_tokens)
     return config.max_num_batched_tokens * per_token + sampled * per_position
+
+
+def check_quantization(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """What is asked for by name must be possible; `auto` takes what is."""
+    if config.quantization not in ("int8", "int4"):
+        return
+    why = ""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        why = f"the model runs in {str(dtype).removeprefix('torch.')} on {device.type}"
+    elif config.tensor_parallel_size > 1:
+        why = f"--tensor-parallel-size is {config.tensor_parallel_size}"
+    elif not few_rows_quantised.works():
+        why = "this processor has no AVX512-BF16"
+    if why:
+        raise ConfigError(
+            f"--quantization is {config.quantization}, but {why}; "
+            "it needs bfloat16 on one rank of a CPU with AVX512-BF16",
+            hint="leave it out",
+        )

@@ -59,7 +59,10 @@ class ModelDrafter:
             self.forward(self._seats.rows(seats, starts, ends - starts))
             self._num_drafted[seats] = ends
 
-    def propose(self, seats: Int32s, limits: Int32s) -> Int32s:
+    def observe(self, seats: Int32s, drafted: Int32s, accepted: Int32s) -> None:
+        pass
+
+    def propose(self, seats: Int32s, limits: Int32s, num_rows: int) -> Int32s:
         """Greedy drafts, as many as limits, the seats' blocks and the model's length allow."""
         table, known = self._seats, self._seats.num_tokens[seats]
         # Draft j needs the KV of what precedes it, up to position known + j - 2.

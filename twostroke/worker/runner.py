@@ -41,16 +41,21 @@ from twostroke.messages import (
     StepPlan,
     StepResult,
 )
-from twostroke.model import few_rows_quantised
 from twostroke.model.llama import DecoderModel
 from twostroke.model.parallel import ALONE, Group
 from twostroke.model.registry import load_model
 from twostroke.shape import ModelShape, num_parameters
 from twostroke.worker import handoff, pool
 from twostroke.worker.attention import NO_INT8_HINT, make_attention, why_no_int8
-from twostroke.worker.device import DTYPES, choose_device, choose_dtype, estimate_activations
+from twostroke.worker.device import (
+    DTYPES,
+    check_quantization,
+    choose_device,
+    choose_dtype,
+    estimate_activations,
+)
 from twostroke.worker.draft_model import ModelDrafter, check_vocabulary
-from twostroke.worker.drafting import Drafter, NgramDrafter
+from twostroke.worker.drafting import ROW_COST, ROW_COST_FEW_BITS, Drafter, NgramDrafter
 from twostroke.worker.few_tokens import StepOutput, few_tokens
 from twostroke.worker.inputs import (
     PlanError,
@@ -100,7 +105,7 @@ class ModelRunner:
         pool.wanted_length(config, shape.max_position_embeddings)  # wrong: say so before loading
         # On a CPU all ranks share it: look before any of them has begun to load.
         free_bytes = group.minimum(pool.available_memory()) // group.size
-        self._check_quantization(config, dtype)
+        check_quantization(config, self.device, dtype)
         layout, draft_layout = self._layout(config, shape, dtype_name), None
         keep_whole = num_parameters(shape) * dtype.itemsize <= free_bytes * MAX_WHOLE_SHARE
         self.model, weights_fact = self._load(config, checkpoint, dtype, progress, keep_whole)
@@ -146,24 +151,6 @@ class ModelRunner:
         self._reports_drafts = not config.async_scheduling
         self.drafter = self._make_drafter(config, draft, draft_layout)
         self._warm_up(progress)
-
-    def _check_quantization(self, config: EngineConfig, dtype: torch.dtype) -> None:
-        """What is asked for by name must be possible; `auto` takes what is."""
-        if config.quantization not in ("int8", "int4"):
-            return
-        why = ""
-        if self.device.type != "cpu" or dtype != torch.bfloat16:
-            why = f"the model runs in {str(dtype).removeprefix('torch.')} on {self.device.type}"
-        elif self.group.size > 1:
-            why = f"--tensor-parallel-size is {self.group.size}"
-        elif not few_rows_quantised.works():
-            why = "this processor has no AVX512-BF16"
-        if why:
-            raise ConfigError(
-                f"--quantization is {config.quantization}, but {why}; "
-                "it needs bfloat16 on one rank of a CPU with AVX512-BF16",
-                hint="leave it out",
-            )
 
     def _layout(self, config: EngineConfig, shape: ModelShape, dtype: str) -> KvLayout:
         """How the KV of a model that runs in `dtype` is laid out."""
@@ -242,12 +229,14 @@ class ModelRunner:
     def _make_drafter(
         self, config: EngineConfig, draft: DecoderModel | None, layout: KvLayout | None
     ) -> Drafter | None:
-        most = f"{config.num_speculative_tokens} tokens a step"
+        most = f"at most {config.num_speculative_tokens} tokens a step"
         if config.speculative_method == "ngram":
             fewest, longest = config.prompt_lookup_min, config.prompt_lookup_max
             reason = f"--speculative-method ngram, {fewest} to {longest} tokens that recur"
             self.facts.append(("Drafts", most, reason))
-            return NgramDrafter(self.seats, shortest=fewest, longest=longest)
+            few_bits = any(linear.quantised is not None for linear in self.model.linears)
+            row_cost = ROW_COST_FEW_BITS if few_bits else ROW_COST
+            return NgramDrafter(self.seats, shortest=fewest, longest=longest, row_cost=row_cost)
         if draft is None or layout is None:
             return None
         dtype = _KV_DTYPES[layout.dtype]
@@ -402,6 +391,8 @@ class ModelRunner:
             seats, widths, sampled.token_ids, sampled.sound, sampled.kept
         )
         result.num_sampled[rows] = counts
+        if self.drafter is not None:
+            self.drafter.observe(seats, widths - 1, np.maximum(counts - 1, 0))
         if not sampled.sound.all():
             for row in rows[counts == 0].tolist():
                 result.errors.append(
@@ -424,7 +415,7 @@ class ModelRunner:
         rows = np.flatnonzero(plan.num_drafts)
         seats, counts = plan.slots[rows], plan.num_drafts[rows]
         if (plan.draft_token_ids < 0).any():
-            counts = self._propose(seats, counts)
+            counts = self._propose(seats, counts, len(plan.slots))
         else:
             self.seats.put_drafts(seats, counts, plan.draft_token_ids)
         num_drafts = np.zeros(len(plan.slots), np.int32)
@@ -435,16 +426,19 @@ class ModelRunner:
         """Drafts for the next step of each row that got a token, to be handed out by the core."""
         rows = np.flatnonzero(result.num_sampled)
         seats = plan.slots[rows]
-        counts = self._propose(seats, np.full(len(rows), self._num_drafts, np.int32))
+        counts = self._propose(
+            seats, np.full(len(rows), self._num_drafts, np.int32), len(plan.slots)
+        )
         result.num_drafts = np.zeros(len(plan.slots), np.int32)
         result.num_drafts[rows] = counts
         result.draft_token_ids = self.seats.drafts(seats, counts)
 
-    def _propose(self, seats: Int32s, limits: Int32s) -> Int32s:
+    def _propose(self, seats: Int32s, limits: Int32s, num_rows: int) -> Int32s:
         """Ask for drafts, at most as many as a request can still use beside a sampled token."""
         assert self.drafter is not None
         wanted = self.seats.max_tokens[seats] - self.seats.num_tokens[seats] - 1
-        return self.drafter.propose(seats, np.clip(wanted, 0, limits))
+        limits = np.clip(wanted, 0, limits)
+        return self.drafter.propose(seats, limits, num_rows)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states [T, hidden] after the final norm."""

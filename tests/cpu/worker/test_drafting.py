@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.messages import NewRequest, SamplingParams, StepPlan
-from twostroke.worker.drafting import NgramDrafter, continuation
+from twostroke.worker.drafting import (
+    ROW_COST,
+    ROW_COST_FEW_BITS,
+    DraftLengths,
+    NgramDrafter,
+    continuation,
+)
 from twostroke.worker.inputs import SeatTable
 
 
@@ -59,7 +65,51 @@ def test_drafts_stand_behind_the_known_tokens(tokens, limit, drafts):
     )
     drafter = NgramDrafter(seats, shortest=2, longest=3)
     seat = np.array([1], np.int32)
-    counts = drafter.propose(seat, np.array([limit], np.int32))
+    counts = drafter.propose(seat, np.array([limit], np.int32), 1)
     assert counts.tolist() == [len(drafts)]
     assert seats.drafts(seat, counts).tolist() == drafts
     assert seats.num_tokens[1] == len(tokens)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def lengths(row_cost: float, accepted: list[int], *, most: int = 12, num_rows: int = 1) -> int:
+    """Drafts of a request after steps of 4 in which so many were accepted."""
+    rule = DraftLengths(2, row_cost)
+    for count in accepted:
+        rule.observe(ints(0, 1), ints(4, 0), ints(count, 0))
+    (limit,) = rule.limits(ints(0), ints(most), num_rows)
+    return int(limit)
+
+
+def test_the_more_were_accepted_the_more_are_proposed():
+    found = [lengths(ROW_COST_FEW_BITS, [count] * 9) for count in range(5)]
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (0, 12)
+    assert lengths(ROW_COST, [2] * 9) > found[2], "cheap rows allow for more"
+
+
+def test_who_runs_beside_many_others_gets_drafts_only_if_they_are_likely():
+    assert lengths(ROW_COST_FEW_BITS, [], num_rows=1) > 0
+    assert lengths(ROW_COST_FEW_BITS, [], num_rows=64) == 0
+    assert lengths(ROW_COST_FEW_BITS, [4] * 20, num_rows=64) > 0
+
+
+def test_limits_hold_and_requests_are_apart():
+    rule = DraftLengths(3, ROW_COST)
+    rule.observe(ints(0, 2), ints(4, 4), ints(4, 0))
+    assert rule.limits(ints(0, 1), ints(3, 0), 2).tolist() == [3, 0]
+    fresh = rule.limits(ints(1), ints(12), 2)
+    rule.seat(2)
+    assert rule.limits(ints(2), ints(12), 2).tolist() == fresh.tolist()
+
+
+def test_a_request_whose_drafts_failed_is_tried_again():
+    rule = DraftLengths(1, ROW_COST_FEW_BITS)
+    for _ in range(9):
+        rule.observe(ints(0), ints(4), ints(0))
+    found = [int(rule.limits(ints(0), ints(4), 1)[0]) for _ in range(40)]
+    assert found[0] == 0
+    assert found[-1] > 0
