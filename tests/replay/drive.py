@@ -293,7 +293,7 @@ class Replay:
             record["spec"] = {request_id: count for request_id, count in drafts if count}
         if step.grown:
             record["grow"] = {
-                self._state.request_at(slot).request_id: self._ids_or_count(blocks)
+                self._state.request_at(slot).request_id: self._ids_or_count(blocks.tolist())
                 for slot, blocks in step.grown.items()
             }
         self._note_admissions(step, record)

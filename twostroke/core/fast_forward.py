@@ -62,10 +62,9 @@ def _may_admit(state: EngineState) -> bool:
 def _is_plain(state: EngineState, step: Step) -> bool:
     """Whether the step samples a token of each running request, in order."""
     return (
-        len(step.slots) == state.num_running
+        np.count_nonzero(step.samples) == len(step.slots) == state.num_running
         and not np.count_nonzero(step.slots != state.running)
         and not np.count_nonzero(step.uids != state.seats.uid[step.slots])
-        and np.count_nonzero(step.samples) == len(step.samples)
     )
 
 

@@ -253,9 +253,7 @@ class EngineCore:
         if step.grown:
             plan.grown_slots = np.array(list(step.grown), np.int32)
             plan.grown_counts = np.array([len(new) for new in step.grown.values()], np.int32)
-            plan.grown_blocks = np.array(
-                [block for new in step.grown.values() for block in new], np.int32
-            )
+            plan.grown_blocks = np.concatenate(list(step.grown.values())).astype(np.int32)
         if self.config.num_spec_tokens and np.count_nonzero(step.num_drafts):
             plan.num_drafts = step.num_drafts
             drafts = self.state.seats.drafts[step.slots]

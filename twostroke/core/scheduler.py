@@ -116,6 +116,8 @@ class Scheduler:
             wanted[(pending > 0) & (computed - pending >= seats.end[slots] - 2)] = 0
         np.maximum(wanted, 0, out=wanted)
         total = int(np.add.reduce(wanted))
+        if not total:
+            return None
         if total > step.budget:
             before, total = wanted.cumsum() - wanted, step.budget
             wanted = np.clip(total - before, 0, wanted).astype(np.int32)
@@ -175,7 +177,7 @@ class Scheduler:
         if taken is None:
             return False
         if len(taken):
-            step.grown[slot] = taken.tolist()
+            step.grown[slot] = taken
         self.seats.refresh_table(request)
         return True
 

@@ -56,7 +56,7 @@ class Step:
         self.admitted: list[Admission] = []
         self.loading: list[Admission] = []
         self.held_back: list[Request] = []  # for the first time
-        self.grown: dict[int, list[int]] = {}  # seat -> new blocks
+        self.grown: dict[int, Int64s] = {}  # seat -> new blocks
         self.freed_slots: list[int] = []
         self.blocked: Request | None = None  # the first waiting request that lacked blocks
         self.ended: list[Finished] = []  # could never go on

@@ -275,7 +275,7 @@ class KvManager:
 
     def take_for(
         self, tables: Sequence[BlockTable], counts: list[int], order: Int64s | None = None
-    ) -> list[list[int]]:
+    ) -> list[Int64s]:
         """Append `counts[i]` new blocks to each table; there must be enough.
 
         They are taken in order, or one at a time in another: `order` counts them through.
@@ -284,11 +284,10 @@ class KvManager:
         if order is not None:
             in_order, taken = taken, np.empty_like(taken)
             taken[order] = in_order
-        blocks = taken.tolist()
         shares, start = [], 0
         for table, count in zip(tables, counts, strict=True):
-            share = blocks[start : start + count]
-            table.blocks.extend(share)
+            share = taken[start : start + count]
+            table.blocks.frombytes(share.tobytes())
             shares.append(share)
             start += count
         return shares
