@@ -34,10 +34,7 @@ from twostroke.messages import (
 )
 from twostroke.twin.executor import CostExecutor
 
-# Turns taken at once. As many as lately were, and more: what is computed and then cut short by a
-# message is in vain.
-MIN_TURNS, FIRST_TURNS, MAX_TURNS = 2, 16, 512
-_MORE = 4
+MIN_TURNS, MAX_TURNS = 2, 512  # taken at once: what is computed ahead and then cut is in vain
 NO_HANDLES: Int64s = np.empty(0, np.int64)
 
 
@@ -81,7 +78,6 @@ class TwinEngine:
         self._inbox: deque[ToEngine] = deque()
         self._ends: Float64s | None = None  # while cruising: of its turns
         self._turns = 0
-        self._ahead = FIRST_TURNS  # how many to look ahead
         self._first_tokens: list[int] = []  # handles: those of its first turn, not told yet
         self._tokens_told = 0  # turns of which the tokens were told
         self._turns_told = 0  # of them, to the router
@@ -225,7 +221,7 @@ class TwinEngine:
     def _cruise(self) -> bool:
         """Begin to cruise if there is anything to gain."""
         core = self.core
-        turns = min(core.skippable_turns, self._ahead)
+        turns = min(core.skippable_turns, MAX_TURNS)
         if turns < MIN_TURNS:
             return False
         slots = core.state.running
@@ -286,7 +282,6 @@ class TwinEngine:
         report = self.executor.skip(turns, ends)
         self.core.skip(turns, self.executor.tokens_of(slots), report=report)
         self.num_skipped += turns
-        self._ahead = min(max(_MORE * turns, FIRST_TURNS), MAX_TURNS)
         tells_later = turns == told or (heeding and bool(self._inbox))
         if turns > told:
             stats = None if tells_later else self.core.stats()
