@@ -3,12 +3,13 @@
     python benchmarks/accuracy.py [MODEL] [--formats NAME,...] [--json]
 
 Perplexity is over accuracy.txt, in steps of at most 4 tokens, so that weights of few bits are used
-throughout (larger steps multiply in bfloat16). 20 pieces of the text are continued greedily by 64
-tokens, and compared with float32, which has the weights as they are stored, dequantised to their
-last bit: so `as-stored` is the path of few bits against the very weights that it has, and what
-differs is its arithmetic; `int8` and `int4` round these weights once more. From where two answers
-part on, tokens are not compared; parting is a near tie if float32 preferred its own token by less
-than 0.1 nats. Speed is one stream's. Without MODEL, the default one.
+throughout (larger steps multiply in bfloat16; with int8, steps of any size are in 8 bits). 20
+pieces of the text are continued greedily by 64 tokens, and compared with float32, which has the
+weights as they are stored, dequantised to their last bit: so `as-stored` is the path of few bits
+against the very weights that it has, and what differs is its arithmetic; `int8` and `int4` round
+these weights once more, and `int8` what they are multiplied with. From where two answers part on,
+tokens are not compared; parting is a near tie if float32 preferred its own token by less than 0.1
+nats. Speed is one stream's. Without MODEL, the default one.
 """
 
 import argparse

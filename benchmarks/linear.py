@@ -5,7 +5,7 @@
 The shapes are SmolLM2-135M's. Enough copies of each weight are used in turn that they come from
 memory, as they do in a decode step; the best of five rounds counts. With bfloat16, up to FEW_ROWS
 rows, the weight in 8 and in 4 bits is beside it: where those stop being faster is
-`few_rows_quantised.MAX_QUANTISED_ROWS`.
+`few_rows_quantised.MAX_QUANTISED_ROWS`. W8A8 is `int8_rows`, with the rounding of x.
 """
 
 import argparse
@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from twostroke.bench import report
+from twostroke.model import int8_rows
 from twostroke.model.few_rows_quantised import can_multiply
+from twostroke.model.int8_rows import Int8Rows
 from twostroke.model.layers import Linear
 from twostroke.model.quantised import quantise
 
@@ -62,6 +64,8 @@ def main() -> None:
                 "F.linear": [lambda x, weight=weight: F.linear(x, weight) for weight in weights],
                 "Linear": [Linear(weight) for weight in weights],
             }
+            if dtype == torch.bfloat16 and int8_rows.can_multiply(out):
+                forms["W8A8"] = [Linear(None, None, int8=Int8Rows(it, None)) for it in weights * 2]
             if dtype == torch.bfloat16 and can_multiply(out, width):
                 for bits in (8, 4):  # as many again, for they are smaller
                     few = [Linear(None, None, quantise(it, bits)) for it in weights * (16 // bits)]
