@@ -53,7 +53,6 @@ from twostroke.model.tile_ir import (
 )
 
 TURNED = 64  # inputs that H mixes
-_LARGEST = 127
 
 
 class Int8Rows(TileProduct):
@@ -62,10 +61,10 @@ class Int8Rows(TileProduct):
     __slots__ = ("nbytes", "num_weights", "width")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` [out, in] of any float type; see `can_multiply`. `bias` is bfloat16 [out]."""
+        """`weight` [out, in] is bfloat16, as is `bias` [out]; see `can_multiply`."""
         out, self.width = weight.shape
         self.num_weights = weight.numel()
-        packed = _pack(*quantise(weight))
+        packed = _pack(*quantise(weight.contiguous()))
         self.nbytes = packed.nbytes
         arguments = Arguments(
             weight=packed.data_ptr(),
@@ -102,15 +101,14 @@ def bytes_of(x: Tensor) -> Tensor:
     return turned
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [out, in], turned: int8 [out, padded(in)], and the scales, float32 [out]."""
-    out, width = weight.shape
-    wide = torch.zeros((out, padded(width)))
-    wide[:, :width] = weight
-    turned = (wide.view(-1, TURNED) @ hadamard()).view_as(wide)
-    scales = turned.abs().amax(1) / _LARGEST
-    values = turned.div_(scales[:, None]).nan_to_num_(0.0).round_()
-    return values.clamp_(-_LARGEST, _LARGEST).to(torch.int8), scales
+def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [R, in] of bfloat16, turned: int8 [R, padded(in)], and the scales, float32 [R].
+
+    A weight's rows, one for each output, are rounded as those of x are.
+    """
+    turned, end = bytes_of(rows), padded(rows.shape[1])
+    scales = turned[:, end : end + 4].contiguous().view(torch.float32)
+    return turned[:, :end].contiguous().view(torch.int8), scales[:, 0]
 
 
 @functools.cache

@@ -52,7 +52,7 @@ class StepTimer:
         product = Linear(torch.randn(_PRODUCT, _PRODUCT).to(dtype))
         int8_s = math.inf
         if any(linear.int8 is not None for linear in self.runner.model.linears):
-            int8 = Int8Rows(torch.randn(_PRODUCT, _PRODUCT), None)
+            int8 = Int8Rows(torch.randn(_PRODUCT, _PRODUCT).bfloat16(), None)
             int8_s = _median_s(lambda: int8(x))
         return Ceilings(
             read_gb_per_s=data.nbytes / read_s / 1e9,
