@@ -95,6 +95,9 @@ def diagnose(
     max_num_seqs: Annotated[int, typer.Option(help="of D", min=0)] = 0,
     turn_tokens: Annotated[int, typer.Option(help="new tokens of a usual next turn", min=0)] = 0,
     prefix_tokens: Annotated[int, typer.Option(help="length of a usual prefix hit", min=0)] = 0,
+    profile: Annotated[
+        Path | None, typer.Option(help="what twostroke profile wrote: step and transfer costs")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Answer nine questions about a deployment: what binds, what waits, and what to change."""
@@ -112,7 +115,10 @@ def diagnose(
     )
     with _progress(quiet=json) as show:
         seen = doctor.observe(source, url, prefill or [], decode or [], for_, show)
-    diagnosis = doctor.diagnose(seen.with_facts(**facts))
+    seen = seen.with_facts(**facts)
+    if profile is not None:
+        seen = doctor.with_profile(seen, profile)
+    diagnosis = doctor.diagnose(seen)
     report.show(diagnosis.as_dict(), diagnosis.text, None, json=json, html=None, name="diagnosis")
 
 

@@ -6,6 +6,7 @@ from twostroke.advice.observation import UNKNOWN, Observation
 
 FULL = 0.9  # share of a pool, of seats or of a bound from which it counts as used up
 USUAL_ELASTICITY = 0.6  # of an H100 at TP8 from 64 to 288 rows, for where it was not measured
+SHORT = 0.05  # of a request's time: a wait that says that nothing is used up
 FILLED = 0.97  # of a pool: what is left is less than a prompt
 
 
@@ -69,7 +70,15 @@ def decode_saturation(seen: Observation) -> str:
         return "kv"
     if not seen.kv_streams > 0 and _is_blocked_with_blocks_left(seen):
         return "kv"
-    return "unknown" if math.isnan(usage) else "nothing"
+    if math.isnan(usage):
+        return "nothing" if _nobody_waits_for_decode(seen) else "unknown"
+    return "nothing"
+
+
+def _nobody_waits_for_decode(seen: Observation) -> bool:
+    """Whether D took what came: no gauges are needed to know that it had room then."""
+    waits_s = seen.room_wait_s + known(seen.decode_queue_s) + known(seen.preempted_s)
+    return waits_s <= SHORT * request_s(seen)
 
 
 def decode_places(seen: Observation) -> float:
@@ -127,7 +136,7 @@ def decode_capacity_per_s(seen: Observation) -> float:
     power, growth = elasticity(seen), decode_room(seen)
     if seen.tpot_slo_s > 0 and seen.tpot_s > 0 and power > 0:
         allowed = (seen.tpot_slo_s / seen.tpot_s - 1 + power) / power
-        growth = min(growth, max(allowed, over(1.0, seen.decode_running)))
+        growth = min(known(growth, math.inf), max(allowed, over(1.0, seen.decode_running)))
     return now * batch_gain(growth, power)
 
 
@@ -142,9 +151,14 @@ def batch_gain(growth: float, elasticity: float) -> float:
 def link_load(seen: Observation, *, low: bool = False) -> float:
     """Utilisation of the links; with `low` as it is while their rate is at its low."""
     rate = known(seen.link_low_bytes_per_s, seen.link_bytes_per_s) if low else seen.link_bytes_per_s
-    return over(seen.transfer_bytes_per_s, rate * known(seen.num_links, 1))
+    return over(moved_bytes_per_s(seen), rate * known(seen.num_links, 1))
+
+
+def moved_bytes_per_s(seen: Observation) -> float:
+    """Over all links: as counted, or as much as the requests' prompts are."""
+    return known(seen.transfer_bytes_per_s, seen.requests_per_s * request_bytes(seen))
 
 
 def request_bytes(seen: Observation) -> float:
-    """KV of one request that moves."""
+    """KV of one request that moves: as counted, or all of its prompt's."""
     return known(seen.transfer_bytes, seen.prompt_tokens * seen.kv_token_bytes)

@@ -23,7 +23,6 @@ from twostroke.advice.verdict import Case, Verdict, evidence, figure, unknown
 
 NEAR_LINK = 0.8  # utilisation at which sharing makes a transfer five times as long
 GOOD_MESSAGES = 0.8  # share of the link's rate
-WAIT_SHARE = 0.05  # of a request's time: less is not worth acting on
 STARVED = 0.2  # share of D's requests that are on their way instead of decoding
 NO_MORE_FROM_BATCH = 0.9  # elasticity: ten per cent more rows bring less than one per cent
 WORTH_CHANGING = 1.1  # capacity of the better layout over that of the present one
@@ -100,10 +99,11 @@ def message_size(seen: Observation) -> Verdict:
     if math.isnan(share):
         # From transfers alone: sharing the link slows them too, so that part is taken out.
         alone = 1 - min(known(figures.link_load(seen)), 0.95)
-        achieved = over(seen.transfer_bytes, known(seen.read_s, seen.transfer_s) * alone)
+        read_s = known(seen.read_s, seen.transfer_s)
+        achieved = over(figures.request_bytes(seen), read_s * alone)
         # In this order a figure that is not known stays so.
         share, confidence = min(over(achieved, seen.link_bytes_per_s), 1.0), "low"
-    gets = over(seen.transfer_bytes, seen.read_s)
+    gets = over(figures.request_bytes(seen), seen.read_s)
     found = evidence(
         ("message", size, "B"),
         ("cost of each", seen.link_message_s, "s"),
@@ -193,7 +193,7 @@ def link_limit(seen: Observation) -> Verdict:
     """near or far: 80 % of the rate, at its low where that is known."""
     load = figures.link_load(seen, low=True)
     found = evidence(
-        ("moved", seen.transfer_bytes_per_s, "B/s"),
+        ("moved", figures.moved_bytes_per_s(seen), "B/s"),
         ("links", known(seen.num_links, 1), ""),
         ("rate of each", seen.link_bytes_per_s, "B/s"),
         ("in its worst tenth", seen.link_low_bytes_per_s, "B/s"),
@@ -201,7 +201,9 @@ def link_limit(seen: Observation) -> Verdict:
         ("a transfer takes", known(seen.read_s, seen.transfer_s), "s"),
     )
     if math.isnan(load):
-        missing = seen.missing("transfer_bytes_per_s", "link_bytes_per_s")
+        missing = seen.missing("link_bytes_per_s")
+        if math.isnan(figures.moved_bytes_per_s(seen)):
+            missing += seen.missing("transfer_bytes_per_s", "kv_token_bytes")
         return unknown("link_limit", missing, found)
     missing = seen.missing("link_low_bytes_per_s", "num_links")
     case = Case("link_limit", found, "high" if seen.knows("num_links") else "medium", missing)
@@ -221,7 +223,7 @@ def prefill_blocked(seen: Observation) -> Verdict:
     missing = seen.missing("prefill_pin_wait_s", "prefill_pinned")
     waited = seen.prefill_pin_wait_s
     if not math.isnan(waited):
-        is_blocked = waited > WAIT_SHARE * known(figures.request_s(seen), waited)
+        is_blocked = waited > figures.SHORT * known(figures.request_s(seen), waited)
         confidence = "high"
     elif seen.knows("prefill_pinned", "prefill_waiting"):
         limit = known(seen.prefill_pin_limit, 1.0)
@@ -232,6 +234,9 @@ def prefill_blocked(seen: Observation) -> Verdict:
         is_idle = seen.prefill_running < 1 or seen.prefill_busy < 0.5
         is_blocked = seen.prefill_kv_usage >= FULL and seen.prefill_waiting >= 1 and is_idle
         confidence = "medium" if is_blocked else "low"
+    elif seen.room_wait_s <= figures.SHORT * figures.request_s(seen):
+        # What P holds it holds until D has room, and nobody has waited for that.
+        is_blocked, confidence = False, "medium"
     else:
         return unknown("prefill_blocked", missing)
     case = Case(

@@ -17,6 +17,8 @@ from twostroke.advice.figures import carried_per_s, request_s
 from twostroke.advice.observation import FIELDS, UNKNOWN, Observation, from_dict, words
 from twostroke.advice.verdict import Verdict, evidence, figure
 from twostroke.advice.verdicts import judge
+from twostroke.cost import StepWork
+from twostroke.cost_profile import Profile
 from twostroke.errors import ConfigError
 from twostroke.kv.sizing import KvLayout
 from twostroke.plan import ledger_observation, own_metrics, scrape, vllm_metrics
@@ -199,6 +201,27 @@ def facts(
         "prefix_tokens": prefix_tokens,
     }
     return found | {name: float(value) for name, value in numbers.items() if value}
+
+
+def with_profile(seen: Observation, path: Path) -> Observation:
+    """With what the profile that `twostroke profile` wrote says of links, and of D's steps at the
+    batch that was seen; what was seen itself counts for more. ConfigError if it cannot be read."""
+    profile = Profile.load(path)
+    found: dict[str, float] = {}
+    if profile.link is not None:
+        found["link_bytes_per_s"] = profile.link.bytes_per_s
+        found["link_message_s"] = profile.link.message_s
+    rows, context = seen.decode_running, seen.prompt_tokens + seen.output_tokens / 2
+    if rows >= 1 and context > 0:
+
+        def step_s(rows: float) -> float:
+            tokens = rows * context
+            return profile.step.step_s(StepWork(rows, rows, rows, tokens, tokens + rows / 2))
+
+        # Over a fifth of the batch, so that no single jump between kernels decides.
+        grown_s = step_s(1.1 * rows) - step_s(0.9 * rows)
+        found["decode_elasticity"] = grown_s / (0.2 * step_s(rows))
+    return seen.with_facts(**{name: found[name] for name in seen.missing(*found)})
 
 
 # ---------------------------------------------------------------- where figures come from

@@ -1,8 +1,9 @@
 """An `Observation` out of a ledger: where requests' time went, and how many were at it at once.
 
-A ledger says nothing of pools and links. How many prefill and how many decode at a time follows
-from when they did; that P holds a prompt before it computes it, not after, is an assumption (the
-router sends P nothing that D has no room for).
+A ledger says nothing of links. How many prefill and how many decode at a time follows from when
+they did; that P holds a prompt before it computes it, not after, is an assumption (the router sends
+P nothing that D has no room for). How large D's pool is follows where requests wait for room on it:
+it holds what was sent then. Where none waits, it is not known, and does not bind.
 """
 
 import math
@@ -18,6 +19,8 @@ from twostroke.arrays import Float64s
 from twostroke.errors import ConfigError
 from twostroke.ledger_file import Recorded
 from twostroke.plan.scrape import slope
+
+LONG = 0.2  # of a request's time: a wait for room that says that D is full
 
 
 def observe(path: Path, text: str) -> Observation:
@@ -111,7 +114,46 @@ def _at_once(rows: Sequence[Recorded], ends: Float64s, window_s: float) -> dict[
         "decode_running": over(float(done[-1]), while_decoding_s * num_decode),
         "decode_loading": over(float(spent("transfer").sum()), window_s * num_decode),
         "decode_elasticity": slope(points),
+        **_pool(rows, prefill_start - spent("queue"), (decode_start, decode_end), num_decode),
     }
+
+
+def _pool(
+    rows: Sequence[Recorded], sent: Float64s, decodes: tuple[Float64s, Float64s], num_decode: int
+) -> dict[str, float]:
+    """D's pool and how much of it is in use, where requests that `sent` says waited for room.
+
+    The router counts a request with all of its answer from when it sends it on.
+    """
+    held = np.array([row.intervals.get("held", 0.0) for row in rows])
+    waits = held > LONG * np.array([row.e2e_s for row in rows])
+    prompts, outputs = np.array([(row.prompt_tokens, row.output_tokens) for row in rows], float).T
+    start, end = decodes
+    waited_s = float(held[waits].sum())
+    if waited_s <= LONG * float((end - sent + held).sum()):
+        return {}
+    reserved = _tokens_between(sent, end, prompts + outputs, (sent - held)[waits], sent[waits])
+    pool = float(reserved.sum()) / waited_s
+    used = float(((prompts + outputs / 2) * (end - start)).sum())
+    times_s, decoding = _count(start, end)
+    while_decoding_s = float(np.diff(times_s)[decoding > 0].sum())
+    return {
+        "decode_pool_tokens": pool / num_decode,
+        "decode_kv_usage": min(1.0, over(used, while_decoding_s * pool)),
+    }
+
+
+def _tokens_between(
+    start: Float64s, end: Float64s, tokens: Float64s, since: Float64s, until: Float64s
+) -> Float64s:
+    """[spans] Token-seconds between each `since` and `until` of requests from `start` to `end`."""
+    times_s = np.concatenate((start, end))
+    order = np.argsort(times_s, kind="stable")
+    held = np.cumsum(np.concatenate((tokens, -tokens))[order])[:-1]
+    times_s = times_s[order]
+    done = np.concatenate(([0.0], np.cumsum(held * np.diff(times_s))))
+    between: Float64s = np.interp(until, times_s, done) - np.interp(since, times_s, done)
+    return between
 
 
 def _count(start_s: Float64s, end_s: Float64s) -> tuple[Float64s, Float64s]:

@@ -95,7 +95,7 @@ class CostExecutor:
             plan.num_computed, plan.num_scheduled, int(np.count_nonzero(plan.samples))
         )
         seconds = self._cost.step_s(work)
-        if not any(len(it.plan.slots) for it in self._running):
+        if self._host.cold_s and not any(len(it.plan.slots) for it in self._running):
             seconds += self._host.after_pause_s(now - self._computed_s, seconds)
         self.busy_s += seconds
         if work.num_tokens > rows:

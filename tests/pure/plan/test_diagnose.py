@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.pure.advice.test_verdicts import HEALTHY
+from twostroke.cost import LinearStepCost, LinkCost
+from twostroke.cost_fit import FitError
+from twostroke.cost_profile import Profile
 from twostroke.errors import ConfigError
 from twostroke.plan import diagnose as doctor
 
@@ -86,6 +89,71 @@ def test_a_ledger_with_its_engines_tells_how_many_were_at_it_at_once(tmp_path: P
     found = {it.name: it for it in doctor.diagnose(seen).verdicts}
     assert found["decode_waits"].answer == "neither"
     assert found["decode_bound"].answer == "unknown"
+
+
+def crowded() -> list[dict]:
+    """Four requests of 150 tokens a second, each computed in 0.1 s and decoded in 4 s; D has room
+    for four at a time."""
+    rows, ends = [], [0.0] * 4
+    for index in range(40):
+        arrival_s, first = index / 4, min(ends)
+        held_s = max(0.0, first - arrival_s)
+        ends[ends.index(first)] = arrival_s + held_s + 4.1
+        spent = {"queue": 0.0, "prefill": 0.1, "held": held_s, "decode": 4.0}
+        rows.append(
+            {
+                "arrival_s": arrival_s, "prompt_tokens": 100, "output_tokens": 50,
+                "ttft_s": held_s + 0.2, "e2e_s": held_s + 4.1, "engines": [1, 1],
+                "intervals": spent,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def test_who_waits_for_room_tells_how_large_the_pool_is(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    path.write_text("\n".join(map(json.dumps, crowded())))
+    seen = observe(path)
+    assert seen.decode_pool_tokens == pytest.approx(4 * 150, rel=0.05)
+    assert 0.75 < seen.decode_kv_usage <= 1.0
+    found = {it.name: it for it in doctor.diagnose(seen).verdicts}
+    assert found["decode_bound"].answer == "kv"
+    assert found["ratio"].answer == "more_decode"
+    assert found["prefill_blocked"].answer == "unknown", "it may be P's pool that is full"
+
+
+def test_where_nobody_waits_nothing_binds(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    waits = {"held": 0.001, "decode": 1.099}
+    rows = [it | {"engines": [1, 2], "intervals": it["intervals"] | waits} for it in LEDGER]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    seen = observe(path).with_facts(kv_token_bytes=1e6, link_bytes_per_s=1e9)
+    found = {it.name: it for it in doctor.diagnose(seen).verdicts}
+    assert found["decode_bound"].answer == "nothing"
+    assert found["prefill_blocked"].answer == "no"
+    # 100 tokens of 1 MB at nearly one request a second.
+    assert found["link_limit"].answer == "far"
+    assert any(line == "utilisation: 10%" for line in found["link_limit"].evidence)
+    assert found["message_size"].confidence == "low"
+
+
+def test_a_profile_tells_how_steps_grow_and_what_the_link_does(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    step = LinearStepCost(base_s=0.010, token_s=0.001)
+    link = LinkCost(base_s=1e-3, message_s=2e-5, bytes_per_s=2e9)
+    Profile(
+        model="tiny", device="here", step=step, step_error=FitError(9, 0.0, 0.0, 0.0), link=link
+    ).save(path)
+    unknown = math.nan
+    seen = HEALTHY.with_facts(
+        decode_elasticity=unknown, link_bytes_per_s=unknown, decode_running=10.0
+    )
+    told = doctor.with_profile(seen, path)
+    assert told.decode_elasticity == pytest.approx(0.5), "ten rows double a step"
+    assert told.link_bytes_per_s == 2e9
+    assert told.link_message_s == HEALTHY.link_message_s, "what was seen counts for more"
+    with pytest.raises(ConfigError, match="cannot read the profile"):
+        doctor.with_profile(seen, tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(
