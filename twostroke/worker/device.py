@@ -145,10 +145,10 @@ def check_quantization(config: EngineConfig, device: torch.device, dtype: torch.
     elif config.tensor_parallel_size > 1:
         why = f"--tensor-parallel-size is {config.tensor_parallel_size}"
     elif not few_rows_quantised.works():
-        why = "this processor has no AVX512-BF16"
+        why = "this processor has no AVX512-VNNI"
     if why:
         raise ConfigError(
             f"--quantization is {config.quantization}, but {why}; "
-            "it needs bfloat16 on one rank of a CPU with AVX512-BF16",
+            "it needs bfloat16 on one rank of a CPU with AVX512-VNNI",
             hint="leave it out",
         )

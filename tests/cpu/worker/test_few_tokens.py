@@ -12,11 +12,13 @@ from tests.cpu.model.test_gguf import Quant, write_gguf
 from tests.cpu.worker.driving import Driver, Request, small_config
 from twostroke.checkpoint import open_checkpoint
 from twostroke.errors import ConfigError
+from twostroke.model import few_rows_quantised
 from twostroke.model.elementwise import kernels
 from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS, works
 from twostroke.model.step_ends import address
 from twostroke.testing.tiny_model import write_tiny_checkpoint
 from twostroke.worker import runner as runner_module
+from twostroke.worker.device import check_quantization
 from twostroke.worker.few_tokens import FewTokens, few_tokens
 from twostroke.worker.inputs import StepInputs
 from twostroke.worker.runner import ModelRunner
@@ -186,6 +188,17 @@ def test_a_quantization_that_cannot_be_is_refused(directory: Path) -> None:
     config = small_config(quantization="int4")
     with pytest.raises(ConfigError, match="int4, but the model runs in float32 on cpu"):
         ModelRunner(config, open_checkpoint(directory))
+
+
+def test_int8_needs_one_rank_and_a_processor_that_multiplies_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu, config = torch.device("cpu"), small_config(quantization="int8", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="int8, but --tensor-parallel-size is 2; it needs"):
+        check_quantization(config, cpu, torch.bfloat16)
+    monkeypatch.setattr(few_rows_quantised, "works", lambda: False)
+    with pytest.raises(ConfigError, match="int8, but this processor has no AVX512-VNNI"):
+        check_quantization(small_config(quantization="int8"), cpu, torch.bfloat16)
 
 
 def test_with_little_memory_weights_are_kept_in_few_bits_only(
