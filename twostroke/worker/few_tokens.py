@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _FIRST_ROTATIONS = 2048  # positions whose rotations are computed at once
 _ROTATIONS = 0  # of the small kernels' arguments, those of looking rotations up
+_TRIED_TOKENS = 16  # up to here, one thread may be faster than all
 _SHARED_TOKENS = 4  # from here on, what is between the products is shared by the threads
 
 
@@ -124,14 +125,16 @@ class FewTokens:
         self._attention.begin()
         table = self._table(count)
         with_logits &= table.has_logits
-        table.begin(count)
-        if count >= _SHARED_TOKENS or not with_logits:  # unlike steps cannot be compared
-            self._run(table, table.program.num_threads, with_logits)
-        else:
-            start_s = time.perf_counter()
-            threads = table.threads[count]
-            self._run(table, threads.choose(table.program.num_threads), with_logits)
-            threads.add(time.perf_counter() - start_s)
+        num_threads = table.program.num_threads
+        # Only steps that are alike are compared.
+        trial = table.trials[count] if with_logits and count <= _TRIED_TOKENS else None
+        if trial is not None:
+            num_threads = trial.choose(num_threads)
+        table.begin(count, num_threads)
+        start_s = time.perf_counter()
+        self._run(table, num_threads, with_logits)
+        if trial is not None:
+            trial.add(time.perf_counter() - start_s)
         if not with_logits:
             return StepOutput(count, buffers.x)
         return StepOutput(count, buffers.x, buffers.logits, buffers.best[:count])
@@ -212,11 +215,11 @@ class _Table:
         self._kernel, self._address = kernel, address
         self._model, self._buffers = model, buffers
         self._few_bits = few_bits
-        self._threads = torch.get_num_threads()
         num_layers = len(model.layers)
         self._products = np.zeros((4 * num_layers + 1, tile_ir.NUM_ARGUMENTS), np.int64)
         self._small = np.zeros((9 * num_layers + 5, NUM_ARGUMENTS), np.int64)
-        self._num_products = self._num_small = self._num_tokens = 0
+        self._num_products = self._num_small = 0
+        self._begun = 0, 0  # tokens and threads of the last run
         self._calls: list[tuple[int, int]] = []
         self.kinds: list[str] = []
         self._are_small: list[bool] = []
@@ -229,18 +232,18 @@ class _Table:
         if self.has_logits:
             self._list_head()
         self.program = Program(self._calls)
-        self.threads = [ThreadCount() for _ in range(_SHARED_TOKENS)]  # by number of tokens
+        self.trials = [ThreadCount() for _ in range(_TRIED_TOKENS + 1)]  # by number of tokens
         self._small_calls = np.array(self._are_small)
 
-    def begin(self, num_tokens: int) -> None:
+    def begin(self, num_tokens: int, num_threads: int) -> None:
         """To be called before each run."""
         self._products[:, tile_ir.TICKET] = 0
-        if num_tokens == self._num_tokens:
+        if (num_tokens, num_threads) == self._begun:
             return
-        self._num_tokens = num_tokens
+        self._begun = num_tokens, num_threads
         self._products[:, tile_ir.ROWS] = num_tokens
-        shared = num_tokens >= _SHARED_TOKENS
-        self._small[:, :3] = self._kernel.first(num_tokens, self._threads if shared else 1)
+        shared = num_tokens >= _SHARED_TOKENS and num_threads > 1
+        self._small[:, :3] = self._kernel.first(num_tokens, num_threads if shared else 1)
         self.program.share(self._small_calls, shared)
 
     def look_up_in(self, rotations: Tensor) -> None:
