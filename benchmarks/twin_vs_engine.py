@@ -164,7 +164,7 @@ def scenario_of(
 
 
 def fit(seen: Measured) -> Fitted:
-    """From a profile's grid; prints what came of it."""
+    """To a profile's load; prints what came of it."""
     step, host, error = fit_costs(seen.trace, seen.waves, seen.relay_s)
     print(
         f"  {len(seen.waves)} waves; other processes took CPU time during {seen.num_disturbed} of "
@@ -239,7 +239,7 @@ def latencies_of(rounds: list[list[Outcome]]) -> Latencies:
 
 @dataclass(frozen=True)
 class Recording:
-    """What an engine did: its profile's grid; by load each repeat's rounds, and the share of CPU
+    """What an engine did: its profile's load; by load each repeat's rounds, and the share of CPU
     time that other processes took; and the steps of all loads."""
 
     model: str

@@ -177,6 +177,7 @@ def _summary(found: "Profile") -> str:
         ("each row", step.row_s * 1e6, "us"),
         ("each row that samples", step.sampled_s * 1e6, "us"),
         ("1,000 tokens of context", step.context_s * 1e9, "us"),
+        ("of steps of few tokens", step.few_context_s * 1e9, "us more"),
         ("1,000,000 query-key pairs", step.attended_s * 1e12, "us"),
         ("between two steps", host.gap_s * 1e6, "us"),
         ("from P to D, beside transfers", host.handoff_s * 1e3, "ms"),
