@@ -225,3 +225,14 @@ def test_a_file_in_few_bits_is_rounded_to_8_bits_when_asked(tmp_path: Path) -> N
     assert int8.layers[0].qkv.int8 is not None
     expected, found = logits(stored, tokens), logits(int8, tokens)
     assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+@needs_kernel
+def test_what_does_not_fill_blocks_of_outputs_stays_in_bfloat16(tmp_path: Path) -> None:
+    write_tiny_checkpoint(tmp_path, hidden_size=96)
+    whole, int8, tokens = load(tmp_path, "none"), load(tmp_path, "int8"), random_tokens(70)
+    for layer in int8.layers:
+        assert layer.qkv.int8 is not None
+        assert layer.output.int8 is None  # 96 outputs
+    expected, found = logits(whole, tokens), logits(int8, tokens)
+    assert 0 < (found - expected).norm() < 0.05 * expected.norm()
