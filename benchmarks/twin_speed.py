@@ -1,10 +1,11 @@
-"""How long the twin takes, and how much memory: a process each, imports included.
+"""How long the twin and the planner take, and how much memory: a process each, imports included.
 
     python benchmarks/twin_speed.py [--trace mooncake/conversation_trace.jsonl] [--sizes 1000 10000]
 
 `1P1D`, `4P7D`: 325 requests of 8k in, 1k out at 65/s on so many engines of TP8. `trace`: all of it
-on 8 engines. `sizes`: so many requests of 512 in, 128 out on 8 engines; what a request
-costs should not depend on how many there are. The last line is JSON.
+on 8 engines. `sizes`: so many requests of 512 in, 128 out on 8 engines; what a request costs should
+not depend on how many there are. `plan`: a search over the layouts of up to 32 GPUs, of which the
+twin runs a few. The last line is JSON.
 """
 
 import argparse
@@ -14,35 +15,47 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from twostroke.bench.report import table
 
-TWIN = [sys.executable, "-m", "twostroke.cli", "twin", "--json"]
+CLI = [sys.executable, "-m", "twostroke.cli"]
 ARTICLE = "--model Qwen3-30B-A3B --gpu H100 --max-num-seqs 512 --kv-gib 54 "
 ARTICLE += "--max-num-batched-tokens 65536 --workload poisson:65/s,in=8192,out=1024,n=325 "
 EIGHT = "--model Llama-3.1-8B --gpu H100 --both 8"
 
 
-def measure(name: str, arguments: list[str]) -> dict[str, float | str]:
-    """Run `twostroke twin` in a process of its own; seconds, CPU seconds and peak memory."""
+PLAN = "plan --json --model Qwen3-30B-A3B --gpu H100 --gpus 32 --slo ttft=2s,tpot=50ms "
+PLAN += "--workload poisson:20/s,in=2048,out=256,n=400"
+Row = dict[str, float | str]
+
+
+def measure(name: str, arguments: list[str]) -> tuple[Row, Any]:
+    """Run `twostroke` in a process of its own: seconds, CPU seconds, peak memory; and its JSON."""
     start_s = time.perf_counter()
-    process = subprocess.Popen([*TWIN, *arguments], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*CLI, *arguments], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     wall_s = time.perf_counter() - start_s
     if process.returncode:
-        raise SystemExit(f"{name}: twostroke twin ended with {process.returncode}")
-    summary = json.loads(output.splitlines()[-1])
-    return {
+        raise SystemExit(f"{name}: twostroke {arguments[0]} ended with {process.returncode}")
+    row: Row = {
         "name": name,
-        "requests": summary["completed"] + summary["failed"],
-        "simulated_s": summary["duration"],
-        "simulation_s": summary["simulated_in_s"],
         "wall_s": wall_s,
         "cpu_s": usage.ru_utime + usage.ru_stime,
         "max_rss_mb": usage.ru_maxrss / 1024,
+    }
+    return row, json.loads(output.splitlines()[-1])
+
+
+def measure_twin(name: str, arguments: list[str]) -> Row:
+    row, summary = measure(name, ["twin", "--json", *arguments])
+    return row | {
+        "requests": summary["completed"] + summary["failed"],
+        "simulated_s": summary["duration"],
+        "simulation_s": summary["simulated_in_s"],
     }
 
 
@@ -59,7 +72,7 @@ def main() -> None:
     for size in options.sizes:
         load = f"poisson:40/s,in=512,out=128,n={size}"
         cases.append((f"{size:,} requests", [*EIGHT.split(), "--workload", load]))
-    found = [measure(name, arguments) for name, arguments in cases]
+    found = [measure_twin(name, arguments) for name, arguments in cases]
     print(
         table(
             ["", "requests", "simulated s", "simulation s", "wall s", "CPU s", "us/request", "MB"],
@@ -78,7 +91,13 @@ def main() -> None:
             ],
         )
     )
-    print(json.dumps(found))
+    plan, answer = measure("plan", PLAN.split())
+    plan["layouts"] = answer["num_layouts"]
+    print(
+        f"plan: {plan['layouts']} layouts in {plan['wall_s']:.1f} s, {plan['cpu_s']:.1f} s of CPU, "
+        f"{plan['max_rss_mb']:,.0f} MB"
+    )
+    print(json.dumps([*found, plan]))
 
 
 if __name__ == "__main__":
