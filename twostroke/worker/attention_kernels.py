@@ -55,6 +55,7 @@ from twostroke.worker.attention_plan import ITEM_COLUMNS, MERGE_COLUMNS
 from twostroke.worker.attention_simd import KEY_TILE, LOWEST, STATE
 
 SMALL_ITEM_ROWS = 8  # up to here transposing the keys costs more than it saves
+STREAMS = 8  # pieces of a decode's context that are walked at once
 WRITE_TOKENS = 16  # tokens that a thread writes at a time
 
 TICKETS = 4  # counters, each in a cache line of its own: threads, writes, items, merges
@@ -165,20 +166,27 @@ def _write_token(like: Any, a: Any, token: int) -> None:
 
 
 @inner
-def _list_keys(a: Any, head: int, row: int, first: int, end: int, table: int) -> None:
-    """Addresses of the key rows at positions first .. end-1, at most KEY_TILE, then the last one
-    repeated up to a whole number of vectors."""
+def _list_keys(a: Any, item: Int32s, first: int, table: int) -> None:
+    """Addresses of the item's key rows from position `first` on, at most KEY_TILE, then the last
+    one repeated up to a whole number of vectors.
+
+    Where all queries see all keys their order is free: then neighbours in the list are STREAMS
+    pieces of the context apart, and each piece is walked in its order.
+    """
     rows = numba.carray(pointer(table), (KEY_TILE,), np.int64)
-    blocks = _int32s(a.block_tables + row * a.table_blocks * 4, 1, a.table_blocks)
-    key, count = 0, min(KEY_TILE, end - first)
+    blocks = _int32s(a.block_tables + item[0] * a.table_blocks * 4, 1, a.table_blocks)
+    count = min(KEY_TILE, item[5] - first)
+    streams = STREAMS if item[3] == 1 or item[7] >= 0 else 1
     block = first // a.block_size
     slot = first - block * a.block_size
-    while key < count:
-        address = _key_address(a, blocks[0, block], head, slot)
-        in_block = min(count - key, a.block_size - slot)
-        for i in range(in_block):
-            rows[key + i] = address + i * a.row_bytes
-        key, block, slot = key + in_block, block + 1, 0
+    address = _key_address(a, blocks[0, block], item[1], slot)
+    for stream in range(streams):
+        for key in range(stream, count, streams):
+            if slot == a.block_size:
+                block, slot = block + 1, 0
+                address = _key_address(a, blocks[0, block], item[1], 0)
+            rows[key] = address
+            address, slot = address + a.row_bytes, slot + 1
     for key in range(count, -(-count // 16) * 16):
         rows[key] = rows[count - 1]
 
@@ -298,9 +306,9 @@ def _run_item(
         zeros[i] = 0.0
     for tile in range(first_key, end_key, KEY_TILE):
         if tile + KEY_TILE < end_key:
-            _list_keys(a, head, row, tile + KEY_TILE, end_key, ahead)
+            _list_keys(a, item, tile + KEY_TILE, ahead)
         else:
-            _list_keys(a, after[1], after[0], after[4], after[5], ahead)
+            _list_keys(a, after, after[4], ahead)
         num_keys, visible = min(KEY_TILE, end_key - tile), position + 1 - tile
         _run_tile(like, a, num_rows, visible, num_keys, small, table, ahead, scratch)
         table, ahead = ahead, table
@@ -394,7 +402,7 @@ def _attend(like: Any) -> None:
     i = take_ticket(work)
     if i < a.num_items:
         item = items[i]
-        _list_keys(a, item[1], item[0], item[4], item[5], table)
+        _list_keys(a, item, item[4], table)
     while i < a.num_items:
         after = take_ticket(work)
         following = items[min(after, a.num_items - 1)]

@@ -8,10 +8,10 @@ import numpy as np
 from twostroke.messages import Int32s
 from twostroke.model import compiled as compiled_file
 from twostroke.model.compiled import inner, kernel, use_kernel_cache
+from twostroke.worker import attention_simd
+from twostroke.worker.attention_simd import JOINED_KEYS, SPLIT_KEYS
 
 MAX_ITEM_ROWS = 192  # score rows of an item, which share one pass over its keys
-SPLIT_KEYS = 128  # keys of an item of a row that fits into one query tile
-JOINED_KEYS = 32  # a last part of no more joins the one before it
 
 # Row, head, first query, queries, first key, end key, first partial row or -1, and -1; or, where
 # decodes share keys: the first row, head, part, number of rows, first key, end key, 0, and
@@ -19,7 +19,7 @@ JOINED_KEYS = 32  # a last part of no more joins the one before it
 ITEM_COLUMNS = 8
 MERGE_COLUMNS = 6  # row, head, first query, queries, first partial row, parts
 
-_CACHE = use_kernel_cache(__file__, compiled_file.__file__)
+_CACHE = use_kernel_cache(__file__, attention_simd.__file__, compiled_file.__file__)
 
 
 @kernel(cache=_CACHE)

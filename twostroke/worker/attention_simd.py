@@ -9,14 +9,16 @@ after its key.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from llvmlite import ir
 
 from twostroke.worker.attention_emit import LANES, MAX_ROWS, Emitter, Value
 
-KEY_TILE = 160  # keys handled together at most; a multiple of 32
+SPLIT_KEYS = 128  # keys of a part of a long context
+JOINED_KEYS = 32  # a last part of no more joins the one before it
+KEY_TILE = SPLIT_KEYS + JOINED_KEYS  # keys handled together at most
 STATE = 2 * LANES  # floats of a row's softmax state: maximum, alpha, ... | LANES partial sums
 LOWEST = -1e30  # below any score, and finite: LOWEST - LOWEST is 0
 
@@ -230,27 +232,41 @@ def softmax(
         b.store(b.fmul(e.load_floats(sums), alpha), total)
         return new
 
-    all_seen = b.icmp_signed(">=", visible, e.const(KEY_TILE))
-    all_seen = b.and_(all_seen, b.icmp_signed("==", num_keys, e.const(KEY_TILE)))
-    with b.if_else(all_seen) as (whole_tile, part_of_tile):
-        with whole_tile:
-            offsets = range(0, KEY_TILE, LANES)
-            tile = [e.load_floats(e.at(scores, offset)) for offset in offsets]
-            new = raise_maximum(functools.reduce(e.maximum, tile))
-            for vector, offset in zip(tile, offsets, strict=True):
-                add(weigh(vector, new), offset)
-        with part_of_tile:
-            lowest = e.floats(LOWEST)
-            b.store(lowest, top)
-            with e.loop(e.const(0), num_keys, LANES) as key:
-                mask = e.lanes_below(b.sub(visible, key))
-                vector = b.select(mask, e.load_floats(e.at(scores, key)), lowest)
-                b.store(e.maximum(vector, b.load(top)), top)
-            new = raise_maximum(b.load(top))
-            with e.loop(e.const(0), num_keys, LANES) as key:
-                mask = e.lanes_below(b.sub(visible, key))
-                weights = weigh(e.load_floats(e.at(scores, key)), new)
-                add(b.select(mask, weights, e.floats(0.0)), key)
+    def whole_tile(size: int) -> None:
+        offsets = range(0, size, LANES)
+        tile = [e.load_floats(e.at(scores, offset)) for offset in offsets]
+        new = raise_maximum(functools.reduce(e.maximum, tile))
+        for vector, offset in zip(tile, offsets, strict=True):
+            add(weigh(vector, new), offset)
+
+    def part_of_tile() -> None:
+        lowest = e.floats(LOWEST)
+        b.store(lowest, top)
+        with e.loop(e.const(0), num_keys, LANES) as key:
+            mask = e.lanes_below(b.sub(visible, key))
+            vector = b.select(mask, e.load_floats(e.at(scores, key)), lowest)
+            b.store(e.maximum(vector, b.load(top)), top)
+        new = raise_maximum(b.load(top))
+        with e.loop(e.const(0), num_keys, LANES) as key:
+            mask = e.lanes_below(b.sub(visible, key))
+            weights = weigh(e.load_floats(e.at(scores, key)), new)
+            add(b.select(mask, weights, e.floats(0.0)), key)
+
+    def of_size(sizes: Sequence[int]) -> None:
+        if not sizes:
+            part_of_tile()
+            return
+        with b.if_else(b.icmp_signed("==", num_keys, e.const(sizes[0]))) as (yes, no):
+            with yes:
+                whole_tile(sizes[0])
+            with no:
+                of_size(sizes[1:])
+
+    with b.if_else(b.icmp_signed(">=", visible, num_keys)) as (all_seen, some_hidden):
+        with all_seen:
+            of_size((KEY_TILE, SPLIT_KEYS))
+        with some_hidden:
+            part_of_tile()
     e.store(b.load(total), sums)
 
 
