@@ -1,6 +1,6 @@
 """What n-gram drafts bring where answers repeat their prompts: summaries, quotations, corrections.
 
-    python benchmarks/speculative.py [MODEL] [--pairs 5] [--tokens 12] [--threads 0] [--json]
+    python benchmarks/speculative.py [MODEL] [--pairs 5] [--tokens 5] [--threads 0] [--json]
 
 Two engines, with and without drafts, answer the same prompts in turn, greedily; a pair of runs is
 made back to back, so that a busy machine slows both, and the median of the pairs' ratios counts.
@@ -136,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=12, help="most drafts a step")
+    parser.add_argument("--tokens", type=int, default=5, help="most drafts a step")
     parser.add_argument("--lookup", type=int, nargs=2, default=(2, 5), metavar=("MIN", "MAX"))
     parser.add_argument("--batch", type=int, default=1, help="prompts at once")
     parser.add_argument("--length", type=int, default=160, help="tokens of an answer")

@@ -30,7 +30,7 @@ Preemption = Literal["last", "least_lost"]
 Role = Literal["prefill", "decode", "both"]  # what the router sends to an engine
 Quantization = Literal["auto", "none", "int8", "int4"]
 ENV_PREFIX = "TWOSTROKE_"
-NGRAM_SPECULATIVE_TOKENS = 12
+NGRAM_SPECULATIVE_TOKENS = 5  # a row of 6: the most that weights of few bits take
 MAX_SPECULATIVE_TOKENS = 128  # vLLM's bound
 MAX_SHUTDOWN_TIMEOUT_S = 86_400
 MAX_HANDOFF_TIMEOUT_S = 86_400
@@ -145,7 +145,7 @@ class EngineConfig:
         "none", "where draft tokens come from: the request's own text, or a smaller model"
     )
     num_speculative_tokens: int = _setting(
-        4, "most draft tokens a request and step; default with ngram: 12", minimum=1
+        4, "most draft tokens a request and step; default with ngram: 5", minimum=1
     )
     speculative_model: str = _setting("", "the draft model, named as the model is")
     prompt_lookup_min: int = _setting(2, "ngram: fewest last tokens that must recur", minimum=1)
