@@ -326,6 +326,8 @@ class LearnedStepCost:
 
 # ---------------------------------------------------------------- links
 
+EXACT = 1e-6  # a loss below which the sum says all: few points fit both forms exactly
+
 
 def fit_link_cost(
     num_messages: Sequence[float],
@@ -350,7 +352,7 @@ def fit_link_cost(
     ones = np.ones(len(table))
     summed, sum_loss = fit(np.column_stack([ones, messages, moved]), measured)
     piped, pipe_loss = _fit_pipelined(messages, moved, measured, fit)
-    pipelined = pipe_loss < sum_loss * (1 - KNEE_GAIN)
+    pipelined = sum_loss > EXACT and pipe_loss < sum_loss * (1 - KNEE_GAIN)
     base_s, message_s, byte_s = map(float, piped if pipelined else summed)
     if byte_s <= 0:
         raise ValueError("the time of these transfers does not grow with their bytes")

@@ -52,6 +52,6 @@ def measure_link(
 def _fit(samples: list[tuple[int, int, float]]) -> LinkCost:
     messages, sizes, seconds = zip(*samples, strict=True)
     try:
-        return fit_link_cost(messages, sizes, seconds)[0]
+        return fit_link_cost(messages, sizes, seconds, clean=True)[0]
     except ValueError:  # too little was read for its bytes to be noticed
         return LinkCost(bytes_per_s=max(sizes) / max(1e-9, *seconds))
