@@ -145,7 +145,7 @@ def batch_gain(growth: float, elasticity: float) -> float:
 
     A step over B rows is taken to last a + b B, of which b B is the share `elasticity` at present.
     """
-    return growth / (1 - elasticity + elasticity * growth)
+    return over(growth, 1 - elasticity + elasticity * growth)
 
 
 def link_load(seen: Observation, *, low: bool = False) -> float:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 from twostroke.advice import closed_form as forms
 from twostroke.cost import StepWork
@@ -45,13 +46,19 @@ def gap_s(pool: Pool, rows: float) -> float:
 def _strangers_s(pool: Pool, demand: Demand) -> float:
     """By how much the last step of a prompt is longer for the beginning of the next one.
 
-    Where prompts do not fill their steps, that is half a full step on average, given that there is
-    a next one: it must wait, and so must another behind it (a chance of the load squared, nearly).
+    A prompt ends at some place in a step, and the rest of the step goes to the next, given that
+    there is one: it must wait, and so must another behind it (a chance of the load squared,
+    nearly). Prompts of n / m steps each (in lowest terms) end at all multiples of 1 / m in turn,
+    and leave (m - 1) / 2m of a step on average: nothing where they fill their steps, half a step
+    where their lengths vary. A single seat leaves the rest to nobody.
     """
-    steps = demand.mean_computed / pool.max_num_batched_tokens
-    if demand.computed_scv == 0 and (steps.is_integer() or (1 / steps).is_integer()):
+    if pool.max_num_seqs == 1:
         return 0.0
-    return prefill_s(pool, demand, 1.0) / max(1.0, steps) / min(1.0, steps) / 2
+    steps = demand.mean_computed / pool.max_num_batched_tokens
+    left = 0.5
+    if demand.computed_scv == 0:
+        left -= 0.5 / Fraction(steps).limit_denominator(1000).denominator
+    return left * prefill_s(pool, demand, 1.0) / steps
 
 
 MOST_IN_CHAIN = 8  # prompts a step, up to which the queue is solved exactly
