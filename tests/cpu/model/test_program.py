@@ -50,13 +50,26 @@ def test_calls_run_in_order_on_all_threads_or_on_one(threads: int, alone: list[i
     program.share(is_alone, False)
     for _ in range(20):
         recorder.seen.clear()
-        program.run(program.num_threads)
+        program.run(program.num_threads, NUM_CALLS)
         assert recorder.seen == sorted(recorder.seen), "each waits for the one before"
         assert Counter(recorder.seen) == times
     program.share(is_alone, True)
     recorder.seen.clear()
-    program.run(program.num_threads)
+    program.run(program.num_threads, NUM_CALLS)
     assert Counter(recorder.seen) == dict.fromkeys(range(NUM_CALLS), program.num_threads)
+
+
+def test_the_first_calls_can_be_run_alone(threads: int) -> None:
+    from twostroke.model.program import Program
+
+    recorder = Recorder()
+    program = Program(recorder.calls)
+    for num_calls in (NUM_CALLS, 3, 1, NUM_CALLS):
+        recorder.seen.clear()
+        program.run(program.num_threads, num_calls)
+        assert Counter(recorder.seen) == dict.fromkeys(range(num_calls), program.num_threads)
+        assert len(program.run_timed(program.num_threads, num_calls)) == num_calls
+    assert threads >= program.num_threads
 
 
 def test_times_add_up_to_no_more_than_the_run(threads: int) -> None:
@@ -65,7 +78,7 @@ def test_times_add_up_to_no_more_than_the_run(threads: int) -> None:
     recorder = Recorder()
     program = Program(recorder.calls)
     start_s = time.perf_counter()
-    seconds = program.run_timed(program.num_threads)
+    seconds = program.run_timed(program.num_threads, NUM_CALLS)
     assert len(seconds) == NUM_CALLS
     assert (seconds > 0).all()
     assert seconds.sum() <= time.perf_counter() - start_s
@@ -78,6 +91,6 @@ def test_a_program_can_run_on_one_thread(threads: int) -> None:
     program = Program(recorder.calls)
     for num_threads in (1, program.num_threads, 1):
         recorder.seen.clear()
-        program.run(num_threads)
+        program.run(num_threads, NUM_CALLS)
         assert Counter(recorder.seen) == dict.fromkeys(range(NUM_CALLS), num_threads)
     assert threads >= program.num_threads
