@@ -19,6 +19,11 @@ class ThreadCount:
         self._times: tuple[list[float], list[float]] = ([], [])
         self._best, self._runs = 0, 0  # 0: all
 
+    @property
+    def is_one_faster(self) -> bool:
+        """Than all, as far as has been tried."""
+        return self._best == 1
+
     def choose(self, most: int) -> int:
         """For the next run: `most` or 1."""
         trying = self._runs < 2 * self.TRIALS
@@ -35,3 +40,20 @@ class ThreadCount:
                 self._best = 1 - self._best
         if self._runs == self.PERIOD:
             self._times, self._runs = ([], []), 0
+
+
+class ThreadCounts:
+    """One for each size of a run, from 1 to `largest`."""
+
+    def __init__(self, largest: int) -> None:
+        self._counts = [ThreadCount() for _ in range(largest)]
+
+    def of(self, size: int) -> ThreadCount | None:
+        """None: run on all threads.
+
+        Larger runs have more arithmetic, which threads share: where all are faster for the smallest
+        they are for every size, and trying would cost.
+        """
+        if size == 1 or (size <= len(self._counts) and self._counts[0].is_one_faster):
+            return self._counts[size - 1]
+        return None

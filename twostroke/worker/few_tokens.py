@@ -31,7 +31,7 @@ from twostroke.model.int8_rows import row_bytes
 from twostroke.model.layers import Linear, Mlp
 from twostroke.model.llama import DecoderModel
 from twostroke.model.quantised import GROUP
-from twostroke.model.thread_count import ThreadCount
+from twostroke.model.thread_count import ThreadCounts
 from twostroke.model.tile_ir import ADDED, ROUNDED, WIDE
 from twostroke.worker.attention import PagedAttention
 
@@ -109,6 +109,7 @@ class FewTokens:
             (most, _Table(model, self._buffers, self._attention.calls, few_bits, most))
             for most, few_bits in programs
         ]
+        self._trials = ThreadCounts(_TRIED_TOKENS)
         self._know_rotations(1)
 
     def forward(
@@ -126,8 +127,7 @@ class FewTokens:
         table = self._table(count)
         with_logits &= table.has_logits
         num_threads = table.program.num_threads
-        # Only steps that are alike are compared.
-        trial = table.trials[count] if with_logits and count <= _TRIED_TOKENS else None
+        trial = self._trials.of(count) if with_logits else None
         if trial is not None:
             num_threads = trial.choose(num_threads)
         table.begin(count, num_threads)
@@ -232,7 +232,6 @@ class _Table:
         if self.has_logits:
             self._list_head()
         self.program = Program(self._calls)
-        self.trials = [ThreadCount() for _ in range(_TRIED_TOKENS + 1)]  # by number of tokens
         self._small_calls = np.array(self._are_small)
 
     def begin(self, num_tokens: int, num_threads: int) -> None:
