@@ -119,6 +119,23 @@ def skip(state: EngineState, turns: int, token_ids: Int32s) -> list[int]:
     return state.flush_freed_slots()
 
 
+def is_drained(state: EngineState) -> bool:
+    """Whether no request is left, and what is in flight, if anything, has no rows and moves no KV."""
+    return (
+        not state.requests
+        and state.connector is None
+        and not any(len(step.slots) for step in state.in_flight)
+    )
+
+
+def drain(state: EngineState) -> int:
+    """Take the turns that are left of a drained engine; returns how many begin a step."""
+    state.in_flight.clear()
+    begun = int(state.has_work)
+    state.flush_freed_slots()
+    return begun
+
+
 def _due_turns(first: Int32s, counts: Int32s, size: int) -> Int64s:
     """Turns of events, row by row: row i has counts[i], one every `size` turns from first[i] on.
 

@@ -26,7 +26,7 @@ from twostroke.core import fast_forward
 from twostroke.core.handoffs import Handoffs, KvMessage
 from twostroke.core.refusal import refusal
 from twostroke.core.request import Request, Status
-from twostroke.core.results import Outcome, Results, handles_of
+from twostroke.core.results import Outcome, Results, handles_of, logprobs_of
 from twostroke.core.scheduler import Scheduler
 from twostroke.core.spec import PlanRules
 from twostroke.core.state import EngineState
@@ -47,7 +47,6 @@ from twostroke.messages import (
     Int32s,
     NewRequest,
     PrefillInfo,
-    RequestLogprobs,
     StepPlan,
     StepResult,
     StepSample,
@@ -291,7 +290,7 @@ class EngineCore:
         outputs.handles, outputs.num_tokens = handles_of(step, outcome)
         outputs.token_ids = outcome.token_ids
         if result.logprobs:
-            outputs.logprobs = _logprobs_of(step, result, outcome)
+            outputs.logprobs = logprobs_of(step, result, outcome)
         if result.ended_s and len(step.slots):
             outputs.step = _sample_of(step, result.ended_s - result.started_s)
         outputs.stats = self.stats()
@@ -342,6 +341,20 @@ class EngineCore:
             self.state.connector.update_connector_output(report)
             self._settle(self._clock.now())
         return freed
+
+    def drain(self) -> bool:
+        """Take the turns that are left when the last request has ended, if nothing moves KV.
+
+        To be asked after a `finish`; False: there is more to do. Their plans have no rows: they are
+        what was begun behind the last token, and one that vacates seats. The executor has to drop
+        what it has in flight, and the seats.
+        """
+        if self._rules is not None or not fast_forward.is_drained(self.state):
+            return False
+        turns = fast_forward.drain(self.state)
+        self.scheduler.num_steps += turns
+        self._stats.num_steps += turns
+        return True
 
     def _count_drafts(self, result: StepResult, outcome: Outcome) -> None:
         """Drafts verified in rows whose request still wanted tokens."""
@@ -479,15 +492,3 @@ def _sample_of(step: Step, seconds: float) -> StepSample:
         attended_tokens=int(work.attended_tokens),
         seconds=seconds,
     )
-
-
-def _logprobs_of(step: Step, result: StepResult, outcome: Outcome) -> list[RequestLogprobs]:
-    """Log-probabilities by handle; those of dropped tokens are dropped too."""
-    kept, handles = outcome.num_kept, step.handles
-    named = []
-    for entry in result.logprobs:
-        of_prompt = entry.prompt_start is not None
-        tokens = entry.tokens if of_prompt else entry.tokens[: int(kept[entry.row])]
-        if tokens:
-            named.append(RequestLogprobs(int(handles[entry.row]), tokens, entry.prompt_start))
-    return named

@@ -14,7 +14,14 @@ from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
 from twostroke.core.step import Step
 from twostroke.kv_messages import KvReport
-from twostroke.messages import Finished, FinishReason, Int32s, Int64s, StepResult
+from twostroke.messages import (
+    Finished,
+    FinishReason,
+    Int32s,
+    Int64s,
+    RequestLogprobs,
+    StepResult,
+)
 
 _LOAD_ERROR = "KV transfer failed: part of the prompt's KV did not arrive; limit: none; try again"
 
@@ -246,3 +253,15 @@ def handles_of(step: Step, outcome: Outcome) -> tuple[Int64s, Int32s]:
     if np.count_nonzero(kept) == len(kept):
         return step.handles, outcome.num_kept
     return step.handles[kept], outcome.num_kept[kept]
+
+
+def logprobs_of(step: Step, result: StepResult, outcome: Outcome) -> list[RequestLogprobs]:
+    """Log-probabilities by handle; those of dropped tokens are dropped too."""
+    kept, handles = outcome.num_kept, step.handles
+    named = []
+    for entry in result.logprobs:
+        of_prompt = entry.prompt_start is not None
+        tokens = entry.tokens if of_prompt else entry.tokens[: int(kept[entry.row])]
+        if tokens:
+            named.append(RequestLogprobs(int(handles[entry.row]), tokens, entry.prompt_start))
+    return named

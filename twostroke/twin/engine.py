@@ -163,7 +163,11 @@ class TwinEngine:
                 return
             result = self.executor.collect()
             self._take_inbox()
-            self._sink.outputs(self.index, self.core.finish(result))
+            outputs = self.core.finish(result)
+            if self._fast_forward and self.core.drain():
+                self.executor.shutdown()
+                outputs.stats = self.core.stats()
+            self._sink.outputs(self.index, outputs)
         self._turn()
 
     # ------------------------------------------------------------ the loop

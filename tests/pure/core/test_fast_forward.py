@@ -209,3 +209,41 @@ def test_checked_plans_are_not_skipped():
     made.turn()
     made.turn()
     assert made.core.skippable_turns == 0
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_what_is_left_behind_the_last_end_is_taken_at_once(is_async):
+    options = {"block_size": 4, "num_blocks": 40, "async_scheduling": is_async}
+    fast, slow = (engine(fast=False, secret=b"d" * 32, **options) for _ in range(2))
+    for made in (fast, slow):
+        made.core.add(make_request(1, 8, 3))
+        assert not made.core.drain()  # there is a request
+        made.turn()
+        assert not made.core.drain()
+        while 1 not in made.finished:
+            made.turn()
+    assert fast.core.num_in_flight == is_async
+    assert fast.core.drain()
+    slow.run()
+    assert picture(fast.core) == picture(slow.core)
+    assert fast.core.scheduler.num_steps == slow.core.scheduler.num_steps
+    assert not fast.core.has_work()
+    assert fast.core.drain()  # nothing is left
+    assert picture(fast.core) == picture(slow.core)
+
+
+def test_an_engine_with_rows_in_flight_is_not_drained():
+    made = Engine(check=False)
+    made.core.add(make_request(1, 8, 20))
+    made.turn()
+    made.core.abort([1])
+    assert made.core.num_in_flight
+    assert not made.core.drain()
+
+
+def test_checked_plans_are_not_drained():
+    made = Engine(check=True)
+    made.core.add(make_request(1, 8, 1))
+    while 1 not in made.finished:
+        made.turn()
+    assert not made.core.drain()
