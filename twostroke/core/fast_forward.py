@@ -2,7 +2,8 @@
 
 Where no request waits and every running one only appends a token each step, k turns of the loop of
 an engine (begin a step, finish the oldest) change nothing but counters, block tables and prefix
-keys, all predictable. On a wall clock the turns have to be taken; on a virtual one they need not.
+keys, all predictable, up to the turn in which requests reach their length. On a wall clock the
+turns have to be taken; on a virtual one they need not.
 
     in flight         [ step n - 1 ]                  (with asynchronous scheduling; else nothing)
     after k turns     [ step n - 1 + k ]              begun n ... n - 1 + k, finished the k oldest
@@ -12,18 +13,21 @@ free list and the prefix cache come out the same.
 """
 
 import copy
+from dataclasses import dataclass
 
 import numpy as np
 
+from twostroke.core.request import Request
 from twostroke.core.state import EngineState
 from twostroke.core.step import Step
-from twostroke.messages import EngineStats, Int32s, Int64s
+from twostroke.messages import Bools, EngineStats, FinishReason, Int32s, Int64s
 
 
 def skippable_turns(state: EngineState) -> int:
     """How many turns are plain decodes from here, if nothing comes from outside; 0 if none is.
 
-    A turn in which a request ends, or in which blocks run short, is none.
+    A turn in which blocks run short is none. One in which requests end by their length is the last,
+    because others may take their place; it is none where their end does not show in advance.
     """
     config, rows = state.config, state.num_running
     if (
@@ -44,8 +48,23 @@ def skippable_turns(state: EngineState) -> int:
         or np.count_nonzero(seats.special[slots])
     ):
         return 0
-    turns = int(np.minimum.reduce(seats.stop_at[slots] - known)) - 1
+    left = seats.stop_at[slots] - known
+    turns = int(np.minimum.reduce(left))
+    if turns > 0 and not _ends_are_plain(state, slots[left == turns]):
+        turns -= 1
     return _turns_with_blocks(state, turns) if turns > 0 else 0
+
+
+def _ends_are_plain(state: EngineState, ending: Int64s) -> bool:
+    """Whether the requests in these seats certainly end by length, and give all back at once."""
+    seats = state.seats
+    if state.connector is not None:
+        return False
+    # A length limit of the engine's does not keep the scheduler from beginning one more step.
+    if state.in_flight and np.count_nonzero(seats.end[ending] != seats.stop_at[ending]):
+        return False
+    requests = (state.request_at(slot) for slot in ending.tolist())
+    return all(request.min_tokens <= request.max_tokens for request in requests)
 
 
 def _may_admit(state: EngineState) -> bool:
@@ -68,8 +87,14 @@ def _is_plain(state: EngineState, step: Step) -> bool:
     )
 
 
-def _growth(state: EngineState, turns: int) -> Int32s:
-    """[rows] Blocks that each running request takes within so many turns."""
+def ends_in(state: EngineState, turns: int) -> bool:
+    """Whether requests end in the last of these turns, which are at most `skippable_turns`."""
+    seats, slots = state.seats, state.running
+    return int(np.minimum.reduce(seats.stop_at[slots] - seats.known[slots])) == turns
+
+
+def _growth(state: EngineState, turns: int | Int32s) -> Int32s:
+    """[rows] Blocks that each running request takes when so many of its steps are begun."""
     seats, slots, size = state.seats, state.running, state.config.block_size
     missing = seats.computed[slots] + turns - seats.room[slots]
     grown: Int32s = np.maximum((missing + (size - 1)) // size, 0)
@@ -96,31 +121,61 @@ def _turns_with_blocks(state: EngineState, turns: int) -> int:
     return low
 
 
-def skip(state: EngineState, turns: int, token_ids: Int32s) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """What came of turns that were skipped."""
+
+    freed_slots: list[int]  # which the first turn vacates
+    num_begun: int  # rows of all steps that were begun
+    ended: list[Request]  # in the last turn, by length
+
+
+def skip(state: EngineState, turns: int, token_ids: Int32s) -> Skipped:
     """Take `turns` turns, at most `skippable_turns`; row i samples token_ids[i] in each of them.
 
-    No such token may be a stop id of its request. Returns the seats that the first turn vacates.
+    No such token may be a stop id of its request.
     """
     seats, slots = state.seats, state.running
     known = seats.known[slots]
+    ends = seats.stop_at[slots] - known == turns
+    has_ends = np.count_nonzero(ends) > 0
+    # A step behind the one that certainly ends a request has no row of it.
+    late = ends if state.in_flight else np.zeros_like(ends)
+    begun = turns - late.astype(np.int32)
     # Tokens first: the keys of the blocks that get full are made of them.
     for slot, end, token in zip(slots.tolist(), known.tolist(), token_ids.tolist(), strict=True):
         seats.tokens[slot, end : end + turns] = token
-    _take_blocks(state, turns)
-    _register_blocks(state, turns)
+    _take_blocks(state, begun)
+    _register_blocks(state, turns, late)
     seats.known[slots] = known + turns
-    computed = seats.computed[slots] + turns
+    computed = seats.computed[slots] + begun
     seats.computed[slots] = computed
     if state.in_flight:
         step = state.in_flight[0]
         step.number += turns
         step.num_computed = computed - 1
         step.num_scheduled = np.ones(len(slots), np.int32)
-    return state.flush_freed_slots()
+        if has_ends:
+            _drop_rows(step, ends)
+    freed = state.flush_freed_slots()
+    ended = []
+    if has_ends:
+        ended = [state.request_at(slot) for slot in slots[ends].tolist()]
+        for request in ended:
+            state.finish(request, FinishReason.LENGTH)
+        state.compact()
+    return Skipped(freed, int(np.add.reduce(begun)), ended)
+
+
+def _drop_rows(step: Step, dropped: Bools) -> None:
+    kept = ~dropped
+    step.slots, step.uids, step.handles = step.slots[kept], step.uids[kept], step.handles[kept]
+    step.num_computed, step.num_scheduled = step.num_computed[kept], step.num_scheduled[kept]
+    step.samples, step.num_drafts = step.samples[kept], step.num_drafts[kept]
 
 
 def is_drained(state: EngineState) -> bool:
-    """Whether no request is left, and what is in flight, if anything, has no rows and moves no KV."""
+    """Whether no request is left, no step in flight has rows, and nothing moves KV."""
     return (
         not state.requests
         and state.connector is None
@@ -146,7 +201,7 @@ def _due_turns(first: Int32s, counts: Int32s, size: int) -> Int64s:
     return due
 
 
-def _take_blocks(state: EngineState, turns: int) -> None:
+def _take_blocks(state: EngineState, turns: Int32s) -> None:
     seats, slots, size = state.seats, state.running, state.config.block_size
     counts = _growth(state, turns)
     grown = counts.nonzero()[0]
@@ -163,8 +218,11 @@ def _take_blocks(state: EngineState, turns: int) -> None:
     seats.room[lacking] = room + counts * size
 
 
-def _register_blocks(state: EngineState, turns: int) -> None:
-    """Enter the blocks that get full into the prefix cache, in order of turns, then rows."""
+def _register_blocks(state: EngineState, turns: int, late: Bools) -> None:
+    """Enter the blocks that get full into the prefix cache, in order of turns, then rows.
+
+    What a `late` row fills last is entered behind the others: when its last token is known.
+    """
     if not state.kv.caching:
         return
     seats, slots, size = state.seats, state.running, state.config.block_size
@@ -173,20 +231,25 @@ def _register_blocks(state: EngineState, turns: int) -> None:
     due = (full >= seats.register_at[slots]).nonzero()[0]
     if not len(due):
         return
-    slots, full = slots[due], full[due]
+    slots, full, late = slots[due], full[due], late[due]
     register_at = seats.register_at[slots]
     counts = (full - register_at) // size + 1
     first = np.maximum(register_at - full + turns, 1)
     seats.hash_blocks(slots, full)
     tables = [state.request_at(slot).table for slot in slots.tolist()]
-    state.kv.register_in_turns(
-        tables, counts.tolist(), lambda: _due_turns(first, counts, size).argsort(kind="stable")
-    )
+
+    def in_order() -> Int64s:
+        at = _due_turns(first, counts, size)
+        at[late.repeat(counts) & (at == turns)] += 1
+        order: Int64s = at.argsort(kind="stable")
+        return order
+
+    state.kv.register_in_turns(tables, counts.tolist(), in_order)
     seats.register_at[slots] = register_at + counts * size
 
 
 class Outlook:
-    """An engine's stats in turns to come that only decode; until they are taken."""
+    """An engine's stats in turns to come in which nothing ends; until they are taken."""
 
     def __init__(self, stats: EngineStats, prompt_tokens: int, state: EngineState) -> None:
         self._stats = stats

@@ -301,12 +301,16 @@ class EngineCore:
         """How many turns (begin a step, finish the oldest) only decode, if nothing is added.
 
         To be asked after a `finish`; 0 also when plans are checked. `take_outputs` comes before
-        `skip`, or events are told out of order.
+        `skip`, or events are told out of order. Requests may end in the last (`ends_in`).
         """
         handoff = self.state.handoff
         if self._rules is not None or (handoff is not None and handoff.has_outputs):
             return 0
         return fast_forward.skippable_turns(self.state)
+
+    def ends_in(self, turns: int) -> bool:
+        """Whether requests end in the last of so many of `skippable_turns`."""
+        return fast_forward.ends_in(self.state, turns)
 
     @property
     def has_ends(self) -> bool:
@@ -326,28 +330,30 @@ class EngineCore:
         Running request i samples token_ids[i] in each; none may be a stop id. The executor's step
         in flight, if any, has to be renumbered alike, and the seats returned to be vacated. The
         clock stands at the end of the last turn, whose result would have brought `report`. There
-        are no outputs of steps: what they would hold is known (see also `first_tokens_due`).
+        are no outputs of steps: what they would hold is known (see also `first_tokens_due`). The
+        ends of requests are among `take_outputs`; of the executor's step their rows are dropped.
         """
         rows = self.state.num_running
         self._stats.prompt_tokens += self._prompts_due()
-        freed = fast_forward.skip(self.state, turns, token_ids)
+        skipped = fast_forward.skip(self.state, turns, token_ids)
         self.scheduler.num_steps += turns
         if self.state.handoff is not None:
             self.state.handoff.plans_skipped(turns)
         self._stats.num_steps += turns
-        self._stats.step_tokens += turns * rows
+        self._stats.step_tokens += skipped.num_begun
         self._stats.generation_tokens += turns * rows
         if report is not None and self.state.connector is not None:
             self.state.connector.update_connector_output(report)
             self._settle(self._clock.now())
-        return freed
+        for request in skipped.ended:
+            self._ended(Finished(request.handle, FinishReason.LENGTH), self._clock.now())
+        return skipped.freed_slots
 
     def drain(self) -> bool:
-        """Take the turns that are left when the last request has ended, if nothing moves KV.
+        """Take the turns, without rows, that are left when the last request has ended.
 
-        To be asked after a `finish`; False: there is more to do. Their plans have no rows: they are
-        what was begun behind the last token, and one that vacates seats. The executor has to drop
-        what it has in flight, and the seats.
+        To be asked after a `finish`; False: there is more to do, or connectors are to be told. The
+        executor has to drop what it has in flight, and the seats.
         """
         if self._rules is not None or not fast_forward.is_drained(self.state):
             return False
@@ -420,7 +426,7 @@ class EngineCore:
         return copy.copy(stats)
 
     def outlook(self) -> fast_forward.Outlook:
-        """What `stats` will be in turns to come, up to `skippable_turns` of them."""
+        """What `stats` will be in turns to come, before one in which requests end."""
         return fast_forward.Outlook(self.stats(), self._prompts_due(), self.state)
 
     def _prompts_due(self) -> int:

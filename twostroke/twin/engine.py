@@ -78,6 +78,7 @@ class TwinEngine:
         self._inbox: deque[ToEngine] = deque()
         self._ends: Float64s | None = None  # while cruising: of its turns
         self._turns = 0
+        self._end_turn = 0  # in which requests end by length; 0: in none
         self._first_tokens: list[int] = []  # handles: those of its first turn, not told yet
         self._tokens_told = 0  # turns of which the tokens were told
         self._turns_told = 0  # of them, to the router
@@ -132,6 +133,8 @@ class TwinEngine:
         if self._ends is None:
             return None
         turns = int(self._ends[: self._turns].searchsorted(now, side="right"))
+        if self._end_turn:  # that turn the engine tells of itself
+            turns = min(turns, self._end_turn - 1)
         if turns == self._turns_told:
             return None
         if self._outlook is None:
@@ -163,12 +166,15 @@ class TwinEngine:
                 return
             result = self.executor.collect()
             self._take_inbox()
-            outputs = self.core.finish(result)
-            if self._fast_forward and self.core.drain():
-                self.executor.shutdown()
-                outputs.stats = self.core.stats()
-            self._sink.outputs(self.index, outputs)
+            self._tell(self.core.finish(result))
         self._turn()
+
+    def _tell(self, outputs: EngineOutputs) -> None:
+        """What came of a step; if it was the last for now, the engine is idle at once."""
+        if self._fast_forward and self.core.drain():
+            self.executor.shutdown()
+            outputs.stats = self.core.stats()
+        self._sink.outputs(self.index, outputs)
 
     # ------------------------------------------------------------ the loop
 
@@ -240,6 +246,7 @@ class TwinEngine:
                 return False
         self._take_outputs()
         self._ends, self._turns = ends, turns
+        self._end_turn = turns if core.ends_in(turns) else 0
         self._outlook, self._turns_told, self._tokens_told = None, 0, 0
         self._first_tokens = core.first_tokens_due
         self.is_waiting = False
@@ -280,6 +287,9 @@ class TwinEngine:
         told, self._first_tokens = self._tokens_told, []
         if turns == 0:
             return
+        if turns == self._end_turn:
+            self._skip_to_ends(turns, ends, told)
+            return
         slots = self.core.state.running
         handles = self.core.state.seats.handle[slots]
         self.clock.advance_to(float(ends[turns - 1]))
@@ -301,3 +311,23 @@ class TwinEngine:
                 time_s=self.clock.now(),
             )
             self._sink.outputs(self.index, said)
+
+    def _skip_to_ends(self, turns: int, ends: Float64s, told: int) -> None:
+        """The same for a cruise to the end of requests, which is told as a step's outputs are."""
+        core, state = self.core, self.core.state
+        slots = state.running
+        handles, tokens = state.seats.handle[slots], self.executor.tokens_of(slots)
+        if turns - 1 > told:
+            self.clock.advance_to(float(ends[turns - 2]))
+            stats = core.outlook().after(turns - 1)
+            self._sink.decoded(self.index, handles, ends[told : turns - 1], stats)
+        self.clock.advance_to(float(ends[turns - 1]))
+        self._take_inbox()
+        core.skip(turns, tokens)
+        self.executor.skip_to_ends(turns, ends, core.last_step if core.num_in_flight else None)
+        self.num_skipped += turns
+        outputs = core.take_outputs()
+        assert outputs is not None
+        outputs.handles, outputs.token_ids = handles, tokens
+        outputs.num_tokens, outputs.stats = np.ones(len(slots), np.int32), core.stats()
+        self._tell(outputs)

@@ -18,6 +18,7 @@ import numpy as np
 
 from twostroke.arrays import Float64s, Int32s, Int64s
 from twostroke.clock import Clock
+from twostroke.core.step import Step
 from twostroke.cost import HostCost, StepColumns, StepCost, StepWork
 from twostroke.kv_messages import KvCommands, KvLoad, KvReport
 from twostroke.messages import StepPlan, StepResult
@@ -236,3 +237,25 @@ class CostExecutor:
             running.start_s = self._ended_s + running.gap_s
             running.end_s = float(ends[turns])
         return self._transfers.report() if self._transfers is not None else None
+
+    def skip_to_ends(self, turns: int, ends: Float64s, step: Step | None) -> None:
+        """The same where requests end in the last of two turns or more, and nothing moves KV.
+
+        `step` is the one that is then in flight, if any is: with a row of each that goes on.
+        """
+        if step is None:
+            self.skip(turns, ends)
+            return
+        self.skip(turns - 1, ends)
+        self._ended_s = self._computed_s = float(ends[turns - 1])
+        running, rows = self._running[0], len(step.slots)
+        plan = running.plan
+        plan.step, plan.samples = step.number, step.samples
+        plan.slots = step.slots.astype(np.int32)
+        running.gap_s, running.seconds = 0.0, 0.0
+        if rows:
+            work = StepWork.of_rows(step.num_computed, step.num_scheduled, rows)
+            running.gap_s, running.seconds = self._gap_s(rows), self._cost.step_s(work)
+            self.busy_s += running.seconds
+        running.start_s = self._ended_s + running.gap_s
+        running.end_s = running.start_s + running.seconds

@@ -7,26 +7,30 @@ from hypothesis import strategies as st
 
 from tests.pure.core.driver import Engine, make_request
 from twostroke.core.loop import EngineCore
+from twostroke.messages import EventKind
 from twostroke.testing.fake_executor import FakeExecutor
 
 
+def token_of(handle):
+    return 10_000 + handle % 3
+
+
 class Numbers(FakeExecutor):
-    """Each request repeats one token of its own; skipped steps are renumbered."""
+    """Each request repeats one token, which some others have too; skipped steps are renumbered."""
 
     def __init__(self, block_size):
-        super().__init__(block_size=block_size, token=lambda name, position: 10_000 + int(name[1:]))
+        super().__init__(block_size=block_size, token=lambda name, _: token_of(int(name[1:])))
 
-    def skip(self, turns, freed):
-        for plan in self._submitted:
+    def skip(self, turns, freed, steps):
+        for plan, step in zip(self._submitted, steps, strict=True):
             self._change_seats(plan)
             plan.new, plan.freed_slots = [], np.empty(0, np.int32)
             plan.grown_slots = plan.grown_counts = plan.grown_blocks = np.empty(0, np.int32)
-            plan.step += turns
             ends = plan.num_computed + plan.num_scheduled
             for slot, end in zip(plan.slots.tolist(), ends.tolist(), strict=True):
                 self._seats[slot].num_computed = end - 1
-            plan.num_computed = ends + turns - 1
-            plan.num_scheduled = np.ones(len(plan.slots), np.int32)
+            plan.step, plan.slots, plan.samples = step.number, step.slots, step.samples
+            plan.num_computed, plan.num_scheduled = step.num_computed, step.num_scheduled
         for slot in freed:
             del self._seats[slot]
         for seat in self._seats.values():
@@ -84,8 +88,9 @@ def take_turns(made, turns):
         count = min(made.core.skippable_turns, turns) if made.fast else 0
         if count:
             slots = made.core.state.running
-            tokens = 10_000 + made.core.state.seats.handle[slots].astype(np.int32)
-            made.executor.skip(count, made.core.skip(count, tokens))
+            tokens = token_of(made.core.state.seats.handle[slots]).astype(np.int32)
+            freed = made.core.skip(count, tokens)
+            made.executor.skip(count, freed, made.core.state.in_flight)
             skipped += count
             turns -= count
             continue
@@ -141,9 +146,51 @@ def test_nearly_all_of_a_long_answer_is_skipped(is_async):
         fast=True, secret=b"y" * 32, block_size=4, num_blocks=40, async_scheduling=is_async
     )
     made.core.add(make_request(1, 8, 50))
-    assert take_turns(made, 60) == 50 - 2 + is_async
+    assert take_turns(made, 60) == 50 - 1 + is_async
     made.take()
     assert made.finished.keys() == {1}
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_turn_in_which_some_end_is_the_last(is_async):
+    options = {"block_size": 4, "num_blocks": 60, "async_scheduling": is_async}
+    fast, slow = (engine(fast=fast, secret=b"e" * 32, **options) for fast in (True, False))
+    for made in (fast, slow):
+        # In its last turn the first fills a block whose key that of the second has, too.
+        for handle, output in ((0, 13), (3, 30), (6, 13)):
+            made.core.add(make_request(handle, [7] * 8, output))
+    while not (turns := fast.core.skippable_turns):
+        take_turns(fast, 1)
+        take_turns(slow, 1)
+    assert fast.core.ends_in(turns)
+    assert not fast.core.ends_in(turns - 1)
+    before = fast.core.stats()
+    assert take_turns(fast, turns) == turns
+    take_turns(slow, turns)
+    assert picture(fast.core) == picture(slow.core)
+    assert fast.core.stats().step_tokens - before.step_tokens == 3 * turns - 2 * is_async
+    fast.take()
+    assert fast.finished == slow.finished
+    assert fast.finished.keys() == {0, 6}
+    assert fast.events[-2:] == slow.events[-2:] == [(h, EventKind.FINISHED) for h in (0, 6)]
+
+
+def test_an_end_by_the_longest_length_is_seen_when_it_comes():
+    made = engine(fast=True, secret=b"l" * 32, block_size=4, num_blocks=40, max_model_len=24)
+    made.core.add(make_request(1, 8, 50))
+    take_turns(made, 3)
+    assert not made.core.ends_in(made.core.skippable_turns)
+    take_turns(made, 30)
+    made.take()
+    assert made.finished.keys() == {1}
+    assert made.core.stats().generation_tokens == 24 - 8
+
+
+def test_an_end_that_a_minimum_puts_off_is_not_skipped():
+    made = engine(fast=True, secret=b"m" * 32, block_size=4, num_blocks=40, async_scheduling=False)
+    made.core.add(make_request(1, 8, 5, min_tokens=9))
+    take_turns(made, 2)
+    assert not made.core.ends_in(made.core.skippable_turns)
 
 
 def test_no_more_turns_than_blocks():
@@ -186,7 +233,7 @@ def test_the_outlook_is_what_the_engine_says_of_itself_turn_by_turn(is_async):
         made.turn()
     assert made.core.first_tokens_due == ([1, 2] if is_async else [])
     outlook = made.core.outlook()
-    for expected in [outlook.after(turn) for turn in range(turns + 1)]:
+    for expected in [outlook.after(turn) for turn in range(turns)]:  # then they end
         assert made.core.stats() == expected
         take_turns(made, 1)
     assert made.core.first_tokens_due == []
