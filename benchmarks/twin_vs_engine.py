@@ -175,8 +175,9 @@ def fit(seen: Measured) -> Fitted:
         f"  front end {host.frontend_s * 1e3:.1f} ms, {host.frontend_busy_s * 1e3:.1f} ms from "
         f"request to request; relay {host.ingress_s * 1e3:.2f} ms; delivery "
         f"{host.deliver_s * 1e3:.1f} ms; between steps {host.gap_s * 1e3:.2f} ms; "
-        f"hand-off {host.handoff_s * 1e3:.1f} ms; lost to each step of the other engine "
-        f"{host.beside_s * 1e3:.2f} ms; longer after a pause by {host.cold_s * 1e3:.1f} ms"
+        f"hand-off {host.handoff_s * 1e3:.1f} ms; longer beside the other engine's step by "
+        f"{host.beside_s * 1e3:.2f} ms, for each of them that begins by "
+        f"{host.interrupted_s * 1e3:.2f} ms, after a pause by {host.cold_s * 1e3:.1f} ms"
     )
     link = None
     if loads := seen.trace.loads:

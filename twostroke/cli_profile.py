@@ -182,7 +182,8 @@ def _summary(found: "Profile") -> str:
         ("between two steps", host.gap_s * 1e6, "us"),
         ("from P to D, beside transfers", host.handoff_s * 1e3, "ms"),
         ("after a pause", host.cold_s * 1e3, "ms more"),
-        ("for each step of other engines", host.beside_s * 1e3, "ms more"),
+        ("while another engine computes", host.beside_s * 1e3, "ms more"),
+        ("for each step of its meanwhile", host.interrupted_s * 1e3, "ms more"),
         ("client to engine", (host.frontend_s + host.ingress_s) * 1e3, "ms"),
         ("engine to client", (host.egress_s + host.deliver_s) * 1e3, "ms"),
     ]

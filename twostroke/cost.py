@@ -158,9 +158,10 @@ class HostCost:
     client ◀─ deliver ── router ◀─ egress ── engine
     P ─ egress ─▶ router ─ ingress, handoff ─▶ D: transfer, step
 
-    `beside_s`: what engines of one host take from each other. Each step makes work for the
-    processes beside the engines (scheduler, router, client); where all processors compute, those
-    that do are late by that much: the others whenever a step of one begins, and that step itself.
+    `beside_s`, `interrupted_s`: what engines of one host take from each other, memory, caches and
+    processors' time. A step that begins while another engine computes takes `beside_s` longer; one
+    that computes, `interrupted_s` for each of another's steps that begins meanwhile, with the work
+    that it makes for scheduler, router and client.
 
     `cold_s`: how much longer a step takes after a pause of `COLD_AFTER_S`, but at most `COLD_SHARE`
     of it: processors that have slept, and the host under them, are slow to begin.
@@ -179,12 +180,14 @@ class HostCost:
     deliver_row_s: float = 0.0
     handoff_s: float = 0.0  # a prompt that P has computed waits, beside transfer and relays
     beside_s: float = 0.0
+    interrupted_s: float = 0.0
     cold_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_numbers("host cost", self.gap_s, self.gap_row_s, self.ingress_s, self.ingress_token_s)
         check_numbers("host cost", self.frontend_s, self.frontend_token_s, self.frontend_busy_s)
-        check_numbers("host cost", self.egress_s, self.egress_row_s, self.beside_s, self.cold_s)
+        check_numbers("host cost", self.egress_s, self.egress_row_s, self.cold_s)
+        check_numbers("host cost", self.beside_s, self.interrupted_s)
         check_numbers("host cost", self.deliver_s, self.deliver_row_s, self.handoff_s)
 
     def after_pause_s(self, pause_s: float, step_s: float) -> float:

@@ -42,14 +42,16 @@ def fit_costs(
     and back is the front end's. Raises ValueError when no step says anything.
     """
     steps = trace.steps
-    begun, pauses = _begun_meanwhile(steps), _pauses(steps)
-    plain = (begun == 0) & (pauses <= COLD_AFTER_S)
+    meanwhile, pauses = _meanwhile(steps), _pauses(steps)
+    lone = ~meanwhile.any(axis=1)
+    plain = lone & (pauses <= COLD_AFTER_S)
     if plain.sum() < LEAST_STEPS:
         plain = np.ones(len(steps), np.bool_)
     cost, _ = fit_step_cost([step.sample for step, it in zip(steps, plain, strict=True) if it])
     gap_s, gap_row_s = _gaps(steps)
     inward_s, inward_token_s = _inward(steps, waves)
     outward_s, outward_row_s = _outward(steps, waves)
+    beside_s, interrupted_s = _shared(steps, meanwhile, cost)
     host = HostCost(
         gap_s=gap_s,
         gap_row_s=gap_row_s,
@@ -61,8 +63,9 @@ def fit_costs(
         deliver_s=max(0.0, outward_s - relay_s),
         deliver_row_s=outward_row_s,
         handoff_s=_handoff(trace, waves, relay_s),
-        beside_s=_beside(steps, begun, cost),
-        cold_s=_cold(steps, (begun == 0) & (pauses > COLD_AFTER_S), cost),
+        beside_s=beside_s,
+        interrupted_s=interrupted_s,
+        cold_s=_cold(steps, lone & (pauses > COLD_AFTER_S), cost),
     )
     return cost, host, error_on(cost, host, steps)
 
@@ -70,9 +73,10 @@ def fit_costs(
 def error_on(cost: LinearStepCost, host: HostCost, steps: Sequence[TracedStep]) -> FitError:
     """How far off the cost is on these steps, with what pauses and other engines add."""
     predicted = []
-    for step, begun, pause_s in zip(steps, _begun_meanwhile(steps), _pauses(steps), strict=True):
+    shared_s = _meanwhile(steps) @ (host.beside_s, host.interrupted_s)
+    for step, longer_s, pause_s in zip(steps, shared_s, _pauses(steps), strict=True):
         alone_s = cost.step_s(work_of(step.sample))
-        predicted.append(alone_s + host.after_pause_s(pause_s, alone_s) + host.beside_s * begun)
+        predicted.append(alone_s + host.after_pause_s(pause_s, alone_s) + longer_s)
     return FitError.of(predicted, [step.sample.seconds for step in steps])
 
 
@@ -84,10 +88,11 @@ def _by_engine(steps: Sequence[TracedStep]) -> dict[int, list[int]]:
     return indices
 
 
-def _begun_meanwhile(steps: Sequence[TracedStep]) -> Float64s:
-    """[steps] How many steps of other engines began during each; and itself, if one ran then."""
+def _meanwhile(steps: Sequence[TracedStep]) -> Float64s:
+    """[steps, 2] Whose steps ran when each began (of how many other engines), and how many steps of
+    others began during it."""
     starts, ends = (np.array([getattr(it, name) for it in steps]) for name in ("start_s", "end_s"))
-    begun = np.zeros(len(steps))
+    found = np.zeros((len(steps), 2))
     by_engine = _by_engine(steps)
     for engine, own in by_engine.items():
         for other, theirs in by_engine.items():
@@ -95,9 +100,9 @@ def _begun_meanwhile(steps: Sequence[TracedStep]) -> Float64s:
                 continue
             before = starts[theirs].searchsorted(starts[own], side="right")
             last_ends = np.concatenate(([-np.inf], ends[theirs]))[before]
-            begun[own] += starts[theirs].searchsorted(ends[own]) - before
-            begun[own] += last_ends > starts[own]
-    return begun
+            found[own, 0] += last_ends > starts[own]
+            found[own, 1] += starts[theirs].searchsorted(ends[own]) - before
+    return found
 
 
 def _pauses(steps: Sequence[TracedStep]) -> Float64s:
@@ -109,18 +114,24 @@ def _pauses(steps: Sequence[TracedStep]) -> Float64s:
     return pauses
 
 
-def _beside(steps: Sequence[TracedStep], begun: Float64s, cost: LinearStepCost) -> float:
-    """Seconds that steps take longer for each that begins meanwhile: of all that was lost.
+def _shared(
+    steps: Sequence[TracedStep], meanwhile: Float64s, cost: LinearStepCost
+) -> tuple[float, float]:
+    """`HostCost.beside_s` and `interrupted_s`: medians, so that neither pauses of the machine nor
+    what the cost is off for long steps counts."""
+    measured, alone = np.array(
+        [(step.sample.seconds, cost.step_s(work_of(step.sample))) for step in steps]
+    ).T
+    lost, (running, begun) = measured - alone, meanwhile.T
+    undisturbed, disturbed = (running > 0) & (begun == 0), begun > 0
+    beside_s = _median(lost[undisturbed] / running[undisturbed])
+    rest = lost[disturbed] - beside_s * running[disturbed]
+    return beside_s, _median(rest / begun[disturbed])
 
-    A step that took more than twice its time was held up by something else.
-    """
-    lost_s = 0.0
-    for index in np.flatnonzero(begun).tolist():
-        alone_s = cost.step_s(work_of(steps[index].sample))
-        lost_s += min(steps[index].sample.seconds - alone_s, alone_s)
-    if np.count_nonzero(begun) < LEAST_STEPS:
-        return 0.0
-    return max(0.0, lost_s / float(begun.sum()))
+
+def _median(seconds: Float64s) -> float:
+    """Not below zero; of few: zero."""
+    return max(0.0, float(np.median(seconds))) if len(seconds) >= LEAST_STEPS else 0.0
 
 
 def _cold(steps: Sequence[TracedStep], cold: Float64s, cost: LinearStepCost) -> float:

@@ -73,19 +73,41 @@ def test_what_was_put_in_comes_out() -> None:
     assert host.frontend_busy_s == pytest.approx(1.5e-3, rel=0.01)
     assert host.deliver_s == pytest.approx(HOST.deliver_s, rel=0.02)
     assert host.deliver_row_s == pytest.approx(HOST.deliver_row_s, rel=0.05)
-    assert host.beside_s == host.cold_s == host.handoff_s == 0.0
+    assert host.beside_s == host.interrupted_s == host.cold_s == host.handoff_s == 0.0
 
 
 def test_what_engines_of_one_host_take_from_each_other() -> None:
-    """One engine alone first; then two at once, in steps of the same length: each step of one
-    overlaps two of the other, so it is late by twice what one takes, and so it is seen."""
+    """One engine alone first; then prompts on it in long steps, and decodes on another meanwhile:
+    each of those takes 1 ms longer beside a prompt, and each makes the prompt 0.5 ms longer."""
+    alone, waves = run_waves(0, 1, 0.0)
+    steps, now = alone, alone[-1].end_s + 1
+    for tokens in (2048, 4096, 3072, 1024) * 4:
+        long = StepSample(tokens, 1, 1, 0, tokens**2 // 2, 0.0)
+        plain_s = COST.step_s(work_of(long))
+        begins, at = [], now + 1e-3
+        while at < now + plain_s + 5e-4 * len(begins):
+            short = StepSample(1, 1, 1, 100 + len(begins), 101, 0.0)
+            short.seconds = COST.step_s(work_of(short)) + 1e-3
+            begins.append(TracedStep(1, at, at + short.seconds, short))
+            at += short.seconds + 3e-4
+        long.seconds = plain_s + 5e-4 * len(begins)
+        steps = [*steps, TracedStep(0, now, now + long.seconds, long), *begins]
+        now = at + 0.01
+    cost, host, _ = fit_costs(Trace(steps, [], []), waves)
+    assert cost.base_s == pytest.approx(COST.base_s, rel=0.02)
+    assert host.beside_s == pytest.approx(1e-3, rel=0.05)
+    assert host.interrupted_s == pytest.approx(5e-4, rel=0.05)
+    assert error_on(cost, host, steps).p90 < 0.02
+
+
+def test_engines_with_steps_of_one_length_are_each_late() -> None:
+    """Each step of one overlaps two of the other; which of them it is that costs cannot be told."""
     alone, waves = run_waves(0, 1, 0.0)
     later = alone[-1].end_s + 1
     both = run_waves(0, 2, later, late_s=2e-3)[0] + run_waves(1, 2, later + 1e-3, late_s=2e-3)[0]
     steps = sorted([*alone, *both], key=lambda step: step.start_s)
     cost, host, _ = fit_costs(Trace(steps, [], []), waves)
-    assert cost.base_s == pytest.approx(COST.base_s, rel=0.02)
-    assert host.beside_s == pytest.approx(1e-3, rel=0.15)
+    assert host.beside_s + host.interrupted_s == pytest.approx(2e-3, rel=0.15)
     assert error_on(cost, host, steps).median < 0.06
 
 

@@ -31,18 +31,18 @@ def inward_s(cost: HostCost, message: ToEngine) -> float:
 
 
 class SharedHost:
-    """The engines of one host. Each step takes `beside_s` of those that compute."""
+    """The engines of one host, and what they take from each other."""
 
-    def __init__(self, beside_s: float) -> None:
+    def __init__(self, cost: HostCost) -> None:
         self.members: list[SharedHostExecutor] = []
-        self._beside_s = beside_s
+        self._cost = cost
 
     def begin(self, member: "SharedHostExecutor", start_s: float) -> float:
         """A step of this engine begins: others end later. Returns by how much it does itself."""
         others = [it for it in self.members if it is not member and it.step_end_s > start_s]
         for it in others:
-            it.step_end_s += self._beside_s
-        return self._beside_s if others else 0.0
+            it.step_end_s += self._cost.interrupted_s
+        return self._cost.beside_s * len(others)
 
 
 class SharedHostExecutor(CostExecutor):

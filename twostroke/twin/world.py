@@ -95,7 +95,7 @@ class World:
         if not roles - {"prefill"}:
             raise ConfigError("no engine decodes", hint="add some with --decode or --both")
         has_handoffs = roles != {"both"}
-        self._front, self._host = FrontEnd(groups[0].host), SharedHost(groups[0].host.beside_s)
+        self._front, self._host = FrontEnd(groups[0].host), SharedHost(groups[0].host)
         for index, group in enumerate(groups):
             self._add_engine(index, group, has_handoffs=has_handoffs)
         self._send_messages()
@@ -125,7 +125,7 @@ class World:
             )
             transfers = self._fabric.add(index, endpoint, clock.now)
             self._transfers.append(transfers)
-        shares_host = group.host.beside_s > 0
+        shares_host = group.host.beside_s + group.host.interrupted_s > 0
         make_executor: Callable[..., CostExecutor] = CostExecutor
         if group.steps_together:
             rounds = self._rounds.setdefault(id(group), Lockstep(group.cost))

@@ -1,4 +1,4 @@
-"""Engines that share a host: a step that begins makes those late that compute meanwhile."""
+"""Engines that share a host: a step beside another's takes longer, and so does the other."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from twostroke.cost import HostCost
 from twostroke.twin.workload import of_columns
 
 BESIDE_S = 1e-3
-SHARED = HostCost(beside_s=BESIDE_S)
+SHARED = HostCost(beside_s=BESIDE_S, interrupted_s=BESIDE_S)
 
 
 def test_each_step_makes_itself_and_the_other_engine_late():
