@@ -296,12 +296,17 @@ class TwinEngine:
         report = self.executor.skip(turns, ends)
         self.core.skip(turns, self.executor.tokens_of(slots), report=report)
         self.num_skipped += turns
-        tells_later = turns == told or (heeding and bool(self._inbox))
-        if turns > told:
+        hears = heeding and bool(self._inbox)
+        tells_later = hears or turns == told
+        # What is said of what was heard goes before the last turn's tokens, as in single turns.
+        heard = turns - 1 if hears else turns
+        if heard > told:
             stats = None if tells_later else self.core.stats()
-            self._sink.decoded(self.index, handles, ends[told:turns], stats)
+            self._sink.decoded(self.index, handles, ends[told:heard], stats)
         if heeding:
             self._take_inbox()
+        if max(heard, told) < turns:
+            self._sink.decoded(self.index, handles, ends[turns - 1 : turns], None)
         if tells_later:
             said = EngineOutputs(
                 handles=NO_HANDLES,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from tests.pure.twin.deployments import TOKEN_BYTES, group, run
@@ -76,6 +76,15 @@ deployments = st.sampled_from(
         ]
     ),
     mode=st.sampled_from(["pull", "stream"]),
+)
+@example(  # a prompt that is too long is refused while others decode
+    spec=("poisson:20/s", "uniform(1,900)", "uniform(1,900)", ",turns=3,gap=0.2", 3),
+    deployment=[("both", 1)],
+    blocks=200,
+    seats=8,
+    is_async=False,
+    host=HostCost(ingress_s=0.002, ingress_token_s=1e-6, egress_s=0.001, egress_row_s=1e-5),
+    mode="pull",
 )
 def test_fast_forward_changes_nothing(spec, deployment, blocks, seats, is_async, host, mode):
     arrival, prompt, output, extra, count = spec
