@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from twostroke.arrays import Float64s
+from twostroke.arrays import Bools, Float64s
 from twostroke.cost import COLD_AFTER_S, HostCost, LinearStepCost
 from twostroke.cost_fit import FitError, fit_step_cost, robust_fit, work_of
 from twostroke.trace_steps import Trace, TracedStep
@@ -134,7 +134,7 @@ def _median(seconds: Float64s) -> float:
     return max(0.0, float(np.median(seconds))) if len(seconds) >= LEAST_STEPS else 0.0
 
 
-def _cold(steps: Sequence[TracedStep], cold: Float64s, cost: LinearStepCost) -> float:
+def _cold(steps: Sequence[TracedStep], cold: Bools, cost: LinearStepCost) -> float:
     """Seconds that steps after a pause take longer: those that leave the least error.
 
     The first step of all is left out: it may have compiled something.
