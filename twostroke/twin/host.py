@@ -1,9 +1,9 @@
 """What a host adds to its engines: messages on their way, and that they share its processors.
 
-Whenever a step of one begins, those that compute are a little late:
+A step beside another engine's takes longer, and whenever one begins, those that compute are late:
 
-    engine 0  ├─── prompts ──────────x───x───x┤         x: the processes beside the engines take a
-    engine 1                 ├decode┤├decode┤├decode┤      processor for a moment
+    engine 0  ├─── prompts ──────────i───i───i┤         i: `HostCost.interrupted_s`
+    engine 1                 ├decode b├decode b├decode b┤  b: `HostCost.beside_s`
 
 A step's end is told as if no other began before: whoever is woken then asks again (`is_due`), and
 is late for nothing.

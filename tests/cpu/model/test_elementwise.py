@@ -1,7 +1,5 @@
 """The compiled small operations against torch's, and that a row's result is its own."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +11,10 @@ from twostroke.model.elementwise import (
     make_elementwise,
 )
 
-pytestmark = pytest.mark.skipif(kernels() is None, reason="numba cannot be imported")
+pytestmark = [
+    pytest.mark.skipif(kernels() is None, reason="numba cannot be imported"),
+    pytest.mark.usefixtures("threads"),
+]
 TORCH = TorchElementwise(torch.bfloat16)
 
 
@@ -24,14 +25,6 @@ def random(*dims: int, seed: int = 0) -> Tensor:
 def ulps(a: Tensor, b: Tensor) -> int:
     """How many bfloat16 steps two tensors are apart, at most."""
     return int((a.view(torch.int16).int() - b.view(torch.int16).int()).abs().max())
-
-
-@pytest.fixture(params=[1, 2, 3], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("width", [8, 64, 576, 580])

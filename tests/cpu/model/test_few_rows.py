@@ -1,7 +1,5 @@
 """The kernel for few rows against oneDNN, to the last bit."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -26,14 +24,6 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
 def onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("threads")

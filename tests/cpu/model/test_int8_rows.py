@@ -1,6 +1,5 @@
 """Products in 8 bits: exact once both sides are integers, and near what they were before."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,14 +42,6 @@ def parts_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The integers of x in 8 bits, their scales, and the integers' sums."""
     sums = bytes_of(x)[:, padded(x.shape[1]) + 4 :][:, :4].contiguous().view(torch.int32)
     return *quantise(x), sums[:, 0]
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @needs_kernel

@@ -3,11 +3,10 @@
 import ctypes
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 
 from twostroke.model.elementwise import kernels
 
@@ -28,14 +27,6 @@ class Recorder:
 
     def _noting(self, number: int) -> Callable[[int | None], None]:
         return lambda _argument: self.seen.append(number)
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("alone", [[], [0], [3, 4, NUM_CALLS - 1], list(range(NUM_CALLS))])

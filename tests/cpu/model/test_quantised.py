@@ -1,6 +1,5 @@
 """Weights of 4 and 8 bits: kept as the file has them, and multiplied so."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -83,14 +82,6 @@ def test_only_like_is_stacked() -> None:
     assert both is not None
     assert len(both.values) == 128
     assert stack([one, two]) is None
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @needs_kernel
