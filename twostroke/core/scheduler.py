@@ -12,8 +12,8 @@ from enum import Enum
 
 import numpy as np
 
+from twostroke.core.ended_loads import break_deadlock, end_load, give_up, take_from_ended_load
 from twostroke.core.policy import (
-    MAX_FAILED_LOADS,
     MAX_STALLS,
     MAX_TRIES,
     expected_length,
@@ -25,7 +25,7 @@ from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
 from twostroke.core.step import Admission, Step
 from twostroke.kv.blocks import NO_BLOCKS
-from twostroke.messages import Bools, Finished, FinishReason, Int32s, Int64s
+from twostroke.messages import Bools, Int32s, Int64s
 
 
 class _Verdict(Enum):
@@ -68,7 +68,7 @@ class Scheduler:
             self._schedule_waiting(step)
         self._fill_rows(step, counts)
         if idle and step.blocked is not None and not self.state.faithful:
-            self._break_deadlock(step, step.blocked)
+            break_deadlock(self.state, step, step.blocked)
         step.freed_slots = self.state.flush_freed_slots()
         return step
 
@@ -226,11 +226,11 @@ class Scheduler:
             return 0
         wanted = max(1, wanted - int(self.seats.num_drafts[request.slot]))
         while not self._grow_lone(step, request, wanted, 0):
-            if self._take_from_ended_load(step):
+            if take_from_ended_load(self.state, step):
                 continue
             if self.queues.num_holding_blocks or self.state.held:
                 return 0
-            self._give_up(step, request)
+            give_up(self.state, step, request)
             break
         return wanted
 
@@ -293,7 +293,7 @@ class Scheduler:
     def _try_admit(self, step: Step, request: Request) -> _Verdict:
         """Admit the head of the queues, start its load, pass it over, or stop the scan."""
         if request.status is Status.WAITING_FOR_REMOTE_KVS:
-            self._end_load(request)
+            end_load(self.state, request)
         elif request.status is Status.WAITING_FOR_GRAMMAR:
             request.status = Status.WAITING
         hits = NO_BLOCKS
@@ -422,56 +422,6 @@ class Scheduler:
         step.budget -= num_new
         step.admitted.append(admission)
         self._admitted_counts.append(num_new)
-
-    def _end_load(self, request: Request) -> None:
-        """An asynchronous load was reported: what arrived counts as computed."""
-        if request.load_failed and request.num_computed == 0:
-            self.kv.free(request.table)
-        else:
-            self.kv.register(request.table, request.num_computed)
-        if request.load_failed:
-            request.num_failed_loads += 1
-            if request.num_failed_loads == MAX_FAILED_LOADS and not self.state.faithful:
-                request.may_load = False
-        request.load_failed = request.load_reported = False
-        if request.num_computed == request.num_known:
-            request.num_computed -= 1  # one token must run, to sample the next
-            if request.num_computed == 0 and not self.state.faithful:
-                request.may_load = False  # or it would be asked for again
-        request.status = Status.PREEMPTED if request.num_preemptions else Status.WAITING
-
-    def _break_deadlock(self, step: Step, blocked: Request) -> None:
-        """Nothing runs, loads or is sent, and `blocked` lacks blocks: nothing will ever change.
-
-        Either ended loads hold the pool: each owns blocks and needs more (two remote prefixes that
-        fill the pool together are enough). The last of them gives its blocks back and recomputes.
-        Or nobody holds anything, and the request needs more than the pool.
-        """
-        state = self.state
-        if state.num_running or state.held or self.queues.num_blocked or len(step.slots):
-            return
-        if not self._take_from_ended_load(step):
-            self.queues.remove(blocked)
-            self._give_up(step, blocked)
-
-    def _take_from_ended_load(self, step: Step) -> bool:
-        """Take the blocks of the last request whose load has ended and which does not run yet."""
-        holders = [
-            request
-            for request in self.queues.skipped()
-            if request.table.blocks and not self.queues.is_blocked(request)
-        ]
-        if holders:
-            holders[-1].may_load = False
-            self.state.lose_blocks(holders[-1])
-            step.preempted.append(holders[-1])
-        return bool(holders)
-
-    def _give_up(self, step: Step, request: Request) -> None:
-        """End a request that the whole pool cannot carry further, as if at its length."""
-        self.state.finish(request, FinishReason.LENGTH)
-        self.state.compact()
-        step.ended.append(Finished(request.handle, FinishReason.LENGTH))
 
     # ------------------------------------------------------------ rows
 

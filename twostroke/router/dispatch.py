@@ -12,8 +12,6 @@ ends the other. Whatever way a request leaves, every ticket that P gave out is r
 are given is derived from what is left of it.
 """
 
-import heapq
-import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -34,6 +32,7 @@ from twostroke.messages import (
     Int32s,
     ToEngine,
 )
+from twostroke.router.deadlines import Deadlines
 from twostroke.router.engines import Engine, Fleet, Role
 from twostroke.router.jobs import FIRST_OWN_HANDLE, Counters, DispatchSettings, Job, Leg, LegKind
 from twostroke.router.legs import Legs
@@ -63,11 +62,10 @@ class Dispatcher:
         self._placing = PdPolicy(clock, self.settings, self.fleet, self.routing)
         self._jobs: dict[int, Job] = {}
         self._waiting: deque[Job] = deque()
-        self._deadlines: list[tuple[float, int, Job]] = []  # heap; an entry may be out of date
+        self._deadlines = Deadlines()
         self._renew_at_s: float | None = None
         self._events: list[tuple[int, int, float]] = []  # ours, for the clients
         self._ends: list[Finished] = []  # likewise
-        self._order = itertools.count()
 
     # ------------------------------------------------------------ engines
 
@@ -460,12 +458,8 @@ class Dispatcher:
         """When `on_time` is to be called next, on the clock; None: not until something happens."""
         if self._ends:
             return self._clock.now()
-        while self._deadlines and self._deadlines[0][2].deadline_s != self._deadlines[0][0]:
-            heapq.heappop(self._deadlines)
-        times = [self._deadlines[0][0]] if self._deadlines else []
-        if self._renew_at_s is not None:
-            times.append(self._renew_at_s)
-        return min(times, default=None)
+        times = (self._deadlines.next_s(), self._renew_at_s)
+        return min((time_s for time_s in times if time_s is not None), default=None)
 
     def on_time(self) -> EngineOutputs | None:
         """Do what is due: renew leases, give up what is late. Returns what clients are to know."""
@@ -474,10 +468,8 @@ class Dispatcher:
             self._legs.renew()
             next_s = now_s + self.settings.lease_s / _RENEWALS
             self._renew_at_s = next_s if self._legs.num_holds else None
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            due_s, _, job = heapq.heappop(self._deadlines)
-            if job.deadline_s == due_s:
-                self._late(job)
+        while (job := self._deadlines.take_due(now_s)) is not None:
+            self._late(job)
         self._place_waiting()
         return self._with_ours(nothing(now_s)) if self._events or self._ends else None
 
@@ -492,8 +484,7 @@ class Dispatcher:
         self._run_whole(job, "late", f"the hand-off was not over within {timeout_s:g} s")
 
     def _set_deadline(self, job: Job) -> None:
-        job.deadline_s = self._clock.now() + self.settings.handoff_timeout_s
-        heapq.heappush(self._deadlines, (job.deadline_s, next(self._order), job))
+        self._deadlines.set(job, self._clock.now() + self.settings.handoff_timeout_s)
 
     def take_messages(self) -> list[tuple[int, ToEngine]]:
         """What is to be sent now, in order: engines with messages."""
