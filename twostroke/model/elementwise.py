@@ -101,12 +101,25 @@ class Kernels:
             self.thread_num = function.value or 0
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
+    # Not before they are needed: see `int8_rows`.
+
     @functools.cached_property
     def turned_bytes(self) -> int:
-        """Not before it is needed: see `int8_rows`."""
+        return self._for_int8("turned_bytes")
+
+    @functools.cached_property
+    def norm_bytes(self) -> int:
+        return self._for_int8("norm_bytes")
+
+    @functools.cached_property
+    def silu_bytes(self) -> int:
+        return self._for_int8("silu_bytes")
+
+    @staticmethod
+    def _for_int8(name: str) -> int:
         from twostroke.model import int8_kernels
 
-        return int8_kernels.address()
+        return int8_kernels.address(name)
 
     def first(self, rows: int, num_threads: int) -> tuple[int, int, int]:
         """The arguments that all kernels begin with."""

@@ -32,7 +32,7 @@ from twostroke.model.compiled import (
 )
 
 GROUP, LEVELS_BYTES = 32, 72  # see `quantised` and `few_rows_quantised`
-_LANES = 32  # partial sums, added up in a fixed order
+LANES = 32  # partial sums, added up in a fixed order
 _LOG2_E = np.float32(1.4426950408889634)
 # 2**x on [-0.5, 0.5], lowest power first: least relative error in float32 at degree 5 with 2**0
 # exactly 1, 9.1e-08.
@@ -58,17 +58,17 @@ def exp(x: float) -> Any:
 
 @inner
 def _inverse_norm(values: Any, sums: Any, width: int, eps: float) -> Any:
-    """1 / sqrt(mean of squares + eps); `sums` is scratch of _LANES values."""
+    """1 / sqrt(mean of squares + eps); `sums` is scratch of LANES values."""
     sums[:] = np.float32(0.0)
-    whole = width // _LANES * _LANES
-    for start in range(0, whole, _LANES):
-        for lane in range(_LANES):
+    whole = width // LANES * LANES
+    for start in range(0, whole, LANES):
+        for lane in range(LANES):
             value = values[start + lane]
             sums[lane] += value * value
     for i in range(whole, width):
         sums[0] += values[i] * values[i]
     total = np.float32(0.0)
-    for i in range(_LANES):
+    for i in range(LANES):
         total += sums[i]
     return _ONE / np.sqrt(total / np.float32(width) + np.float32(eps))
 
@@ -110,7 +110,7 @@ def norm_levels_rows(
 ) -> None:
     """x = RMS norm of h times weight, all float32 of `width` values a row; and x's levels."""
     w = floats(weight, width)
-    sums = np.empty(_LANES, np.float32)
+    sums = np.empty(LANES, np.float32)
     for row in range(first, last):
         hs, xs = floats(h + row * width * 4, width), floats(x + row * width * 4, width)
         scale = _inverse_norm(hs, sums, width, eps)
@@ -132,6 +132,16 @@ def silu_levels_rows(gate_up: int, x: int, out: int, first: int, last: int, widt
 
 
 @inner
+def add_row(hs: Any, y: int, sums: Any, width: int, eps: float) -> Any:
+    """hs += y, bfloat16 at that address if it is not 0; returns `_inverse_norm` of hs."""
+    if y:
+        ys = halves(y, width)
+        for i in range(width):
+            hs[i] += from_bf16(ys[i])
+    return _inverse_norm(hs, sums, width, eps)
+
+
+@inner
 def add_norm_rows(
     h: int, y: int, weight: int, x: int, first: int, last: int, width: int, eps: float
 ) -> None:
@@ -140,14 +150,10 @@ def add_norm_rows(
     h and weight are float32, y and x bfloat16, all of `width` values a row; y 0: nothing to add.
     """
     w = floats(weight, width)
-    sums = np.empty(_LANES, np.float32)
+    sums = np.empty(LANES, np.float32)
     for row in range(first, last):
         hs, xs = floats(h + row * width * 4, width), halves(x + row * width * 2, width)
-        if y:
-            ys = halves(y + row * width * 2, width)
-            for i in range(width):
-                hs[i] += from_bf16(ys[i])
-        scale = _inverse_norm(hs, sums, width, eps)
+        scale = add_row(hs, y + row * width * 2 if y else 0, sums, width, eps)
         for i in range(width):
             xs[i] = to_bf16(hs[i] * scale * w[i])
 
@@ -192,6 +198,13 @@ def rotate_rows(
 
 
 @inner
+def silu(gate: Any) -> Any:
+    """Of a bfloat16, rounded to bfloat16; as float32."""
+    g = from_bf16(gate)
+    return from_bf16(to_bf16(g / (_ONE + exp(-g))))
+
+
+@inner
 def silu_multiply_rows(gate_up: int, out: int, first: int, last: int, width: int) -> None:
     """out = SiLU(gate) * up; gate_up is bfloat16 [rows, 2 * width], out [rows, width]."""
     for row in range(first, last):
@@ -199,9 +212,7 @@ def silu_multiply_rows(gate_up: int, out: int, first: int, last: int, width: int
         up = halves(gate_up + row * width * 4 + width * 2, width)
         target = halves(out + row * width * 2, width)
         for i in range(width):
-            g = from_bf16(gate[i])
-            silu = from_bf16(to_bf16(g / (_ONE + exp(-g))))
-            target[i] = to_bf16(silu * from_bf16(up[i]))
+            target[i] = to_bf16(silu(gate[i]) * from_bf16(up[i]))
 
 
 # ---------------------------------------------------------------- C functions

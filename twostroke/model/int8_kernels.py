@@ -19,10 +19,11 @@ from twostroke.model.compiled import (
     in_llvm,
     inner,
     int8s,
+    to_bf16,
     use_kernel_cache,
     words,
 )
-from twostroke.model.elementwise_kernels import NUM_ARGUMENTS, share_of
+from twostroke.model.elementwise_kernels import LANES, NUM_ARGUMENTS, add_row, share_of, silu
 
 TURNED = 64
 _LANES = 16
@@ -69,39 +70,76 @@ def turn(_context: Any, address: types.Type) -> Any:
 
 
 @inner
-def turned_bytes_rows(x: int, out: int, first: int, last: int, width: int) -> None:
-    """x, bfloat16 [rows, width] -> rows of 8 bits.
+def _to_bytes(scratch: int, width: int, out: int) -> None:
+    """`width` float32, which are turned in place, to a row of bytes.
 
     The largest of a row is found among the bits, whose order is that of positive numbers: it takes
     NaN and infinity for the largest, so that the row's scale, and all results, show them.
     """
     padded = -(-width // TURNED) * TURNED
-    scratch = np.zeros(padded, np.float32)
-    turned, bits = floats(scratch.ctypes.data, padded), words(scratch.ctypes.data, padded)
+    turned, bits = floats(scratch, padded), words(scratch, padded)
+    for i in range(width, padded):
+        turned[i] = np.float32(0.0)
+    for start in range(0, padded, TURNED):
+        turn(scratch + start * 4)
+    largest = np.int32(0)
+    for i in range(padded):
+        largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
+    top = float_of(largest)
+    scale = np.float32(0.0)
+    if top > _SMALLEST:
+        scale = _LARGEST / top
+    rounded = int8s(out, padded)
+    total = np.int32(0)
+    for i in range(padded):
+        n = bits_of(turned[i] * scale + _MAGIC) - _MAGIC_BITS
+        rounded[i] = np.int8(n)
+        total += n
+    floats(out + padded, 1)[0] = top / (np.float32(8.0) * _LARGEST)
+    words(out + padded + 4, 1)[0] = total
+
+
+@inner
+def _row_bytes(width: int) -> int:
+    return -(-width // TURNED) * TURNED + 64
+
+
+@inner
+def turned_bytes_rows(x: int, out: int, first: int, last: int, width: int) -> None:
+    """x, bfloat16 [rows, width] -> rows of 8 bits."""
+    scratch = np.empty(_row_bytes(width), np.float32)
     for row in range(first, last):
         values = halves(x + row * width * 2, width)
         for i in range(width):
-            turned[i] = from_bf16(values[i])
-        for i in range(width, padded):
-            turned[i] = np.float32(0.0)
-        for start in range(0, padded, TURNED):
-            turn(scratch.ctypes.data + start * 4)
-        largest = np.int32(0)
-        for i in range(padded):
-            largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
-        top = float_of(largest)
-        scale = np.float32(0.0)
-        if top > _SMALLEST:
-            scale = _LARGEST / top
-        at = out + row * (padded + 64)
-        rounded = int8s(at, padded)
-        total = np.int32(0)
-        for i in range(padded):
-            n = bits_of(turned[i] * scale + _MAGIC) - _MAGIC_BITS
-            rounded[i] = np.int8(n)
-            total += n
-        floats(at + padded, 1)[0] = top / (np.float32(8.0) * _LARGEST)
-        words(at + padded + 4, 1)[0] = total
+            scratch[i] = from_bf16(values[i])
+        _to_bytes(scratch.ctypes.data, width, out + row * _row_bytes(width))
+
+
+@inner
+def norm_bytes_rows(
+    h: int, y: int, weight: int, out: int, first: int, last: int, width: int, eps: float
+) -> None:
+    """`add_norm_rows`, and its result as rows of 8 bits."""
+    scratch = np.empty(_row_bytes(width), np.float32)
+    w, sums = floats(weight, width), np.empty(LANES, np.float32)
+    for row in range(first, last):
+        hs = floats(h + row * width * 4, width)
+        scale = add_row(hs, y + row * width * 2 if y else 0, sums, width, eps)
+        for i in range(width):
+            scratch[i] = from_bf16(to_bf16(hs[i] * scale * w[i]))
+        _to_bytes(scratch.ctypes.data, width, out + row * _row_bytes(width))
+
+
+@inner
+def silu_bytes_rows(gate_up: int, out: int, first: int, last: int, width: int) -> None:
+    """`silu_multiply_rows`, and its result as rows of 8 bits."""
+    scratch = np.empty(_row_bytes(width), np.float32)
+    for row in range(first, last):
+        gate = halves(gate_up + row * width * 4, width)
+        up = halves(gate_up + row * width * 4 + width * 2, width)
+        for i in range(width):
+            scratch[i] = from_bf16(to_bf16(silu(gate[i]) * from_bf16(up[i])))
+        _to_bytes(scratch.ctypes.data, width, out + row * _row_bytes(width))
 
 
 def _turned_bytes(arguments: Any) -> None:
@@ -110,10 +148,28 @@ def _turned_bytes(arguments: Any) -> None:
     turned_bytes_rows(a[3], a[4], first, last, a[5])
 
 
+def _norm_bytes(arguments: Any) -> None:
+    a = numba.carray(arguments, NUM_ARGUMENTS)
+    first, last = share_of(a)
+    norm_bytes_rows(a[3], a[4], a[5], a[6], first, last, a[7], float_of(np.int32(a[8])))
+
+
+def _silu_bytes(arguments: Any) -> None:
+    a = numba.carray(arguments, NUM_ARGUMENTS)
+    first, last = share_of(a)
+    silu_bytes_rows(a[3], a[4], first, last, a[5])
+
+
+_FUNCTIONS = {
+    "turned_bytes": _turned_bytes,
+    "norm_bytes": _norm_bytes,
+    "silu_bytes": _silu_bytes,
+}
 _CACHE = use_kernel_cache(__file__, compiled.__file__, elementwise_kernels.__file__)
 
 
 @functools.cache
-def address() -> int:
-    """Address of the kernel, compiled now if it is not in the cache."""
-    return address_of(_turned_bytes, types.void(types.CPointer(types.int64)), cache=_CACHE)
+def address(name: str) -> int:
+    """Address of a kernel, compiled now if it is not in the cache."""
+    signature = types.void(types.CPointer(types.int64))
+    return address_of(_FUNCTIONS[name], signature, cache=_CACHE)
