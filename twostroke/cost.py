@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from twostroke.arrays import Float64s, Int32s
+from twostroke.cost_spread import StepSpread
 from twostroke.errors import ConfigError
 
 _T = TypeVar("_T", float, Float64s)
@@ -182,6 +183,7 @@ class HostCost:
     beside_s: float = 0.0
     interrupted_s: float = 0.0
     cold_s: float = 0.0
+    spread: StepSpread = StepSpread()  # of steps around what they take by all of this
 
     def __post_init__(self) -> None:
         check_numbers("host cost", self.gap_s, self.gap_row_s, self.ingress_s, self.ingress_token_s)

@@ -9,18 +9,27 @@ All times are of the host's monotonic clock, so those of different processes can
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 
 from twostroke.arrays import Bools, Float64s
 from twostroke.cost import COLD_AFTER_S, HostCost, LinearStepCost
 from twostroke.cost_fit import FitError, fit_step_cost, robust_fit, work_of
+from twostroke.cost_spread import SIZES, StepSpread
 from twostroke.trace_steps import Trace, TracedStep
 
 MOST_GAP_S = 0.1  # longer waits between two steps are no overhead, but something that happened
 LEAST_STEPS = 8  # fewer say nothing of what happens to them
+# A machine that is shared with others has slower minutes. Steps of those in which steps around take
+# so much longer than in most are not fitted to; that they happen is part of the spread.
+SLOW, AROUND_S = 1.15, 1.0
+LONG_S = 0.05  # of a step that takes so long, what a pause before it adds is no part
+LEAST_ALONE = 0.2  # of a step's time is its own, whatever others take from it
+SHARED_ROUNDS = 2  # of fits to all steps, each with a better idea of what others take
+LEAST_TYPICAL = 0.5  # of all steps; with fewer, nothing is typical
 
 
 @dataclass(frozen=True)
@@ -42,16 +51,10 @@ def fit_costs(
     and back is the front end's. Raises ValueError when no step says anything.
     """
     steps = trace.steps
-    meanwhile, pauses = _meanwhile(steps), _pauses(steps)
-    lone = ~meanwhile.any(axis=1)
-    plain = lone & (pauses <= COLD_AFTER_S)
-    if plain.sum() < LEAST_STEPS:
-        plain = np.ones(len(steps), np.bool_)
-    cost, _ = fit_step_cost([step.sample for step, it in zip(steps, plain, strict=True) if it])
+    cost, beside_s, interrupted_s, cold_s = _fit_steps(steps)
     gap_s, gap_row_s = _gaps(steps)
     inward_s, inward_token_s = _inward(steps, waves)
     outward_s, outward_row_s = _outward(steps, waves)
-    beside_s, interrupted_s = _shared(steps, meanwhile, cost)
     host = HostCost(
         gap_s=gap_s,
         gap_row_s=gap_row_s,
@@ -65,19 +68,92 @@ def fit_costs(
         handoff_s=_handoff(trace, waves, relay_s),
         beside_s=beside_s,
         interrupted_s=interrupted_s,
-        cold_s=_cold(steps, lone & (pauses > COLD_AFTER_S), cost),
+        cold_s=cold_s,
     )
-    return cost, host, error_on(cost, host, steps)
+    error = error_on(cost, host, steps)
+    return cost, replace(host, spread=spread_of(steps, cost, host)), error
+
+
+def _fit_steps(steps: Sequence[TracedStep]) -> tuple[LinearStepCost, float, float, float]:
+    """The cost of a step alone, `HostCost.beside_s`, `interrupted_s` and `cold_s`.
+
+    First of steps that were alone, as far as there are any; then of all, less what the others make
+    of it by that: where prompts and decodes have engines of their own, few prompts are alone.
+    """
+    meanwhile, pauses = _meanwhile(steps), _pauses(steps)
+    lone, after_pause = ~meanwhile.any(axis=1), pauses > COLD_AFTER_S
+    is_warm = ~after_pause | (np.array([step.sample.seconds for step in steps]) > LONG_S)
+    chosen = lone & is_warm if (lone & is_warm).sum() >= LEAST_STEPS else np.ones_like(lone)
+    cost, shared = _fit_typical(_chosen(steps, chosen)), (0.0, 0.0)
+    for _ in range(SHARED_ROUNDS if not lone.all() else 0):
+        shared = _shared(steps, meanwhile, cost)
+        alone = [
+            _taking(step, max(step.sample.seconds - longer_s, LEAST_ALONE * step.sample.seconds))
+            for step, longer_s in zip(steps, (meanwhile @ shared).tolist(), strict=True)
+        ]
+        cost = _fit_typical(_chosen(alone, is_warm))
+    return cost, *shared, _cold(steps, lone & after_pause, cost)
+
+
+def _taking(step: TracedStep, seconds: float) -> TracedStep:
+    """The same step if it had taken so long."""
+    return replace(step, sample=msgspec.structs.replace(step.sample, seconds=seconds))
+
+
+def _fit_typical(steps: Sequence[TracedStep]) -> LinearStepCost:
+    """To steps, less those of slow minutes."""
+    cost, _ = fit_step_cost([step.sample for step in steps])
+    typical = _chosen(steps, _typical(steps, cost))
+    cost, _ = fit_step_cost([step.sample for step in typical])
+    return cost
 
 
 def error_on(cost: LinearStepCost, host: HostCost, steps: Sequence[TracedStep]) -> FitError:
     """How far off the cost is on these steps, with what pauses and other engines add."""
-    predicted = []
-    shared_s = _meanwhile(steps) @ (host.beside_s, host.interrupted_s)
-    for step, longer_s, pause_s in zip(steps, shared_s, _pauses(steps), strict=True):
-        alone_s = cost.step_s(work_of(step.sample))
-        predicted.append(alone_s + host.after_pause_s(pause_s, alone_s) + longer_s)
-    return FitError.of(predicted, [step.sample.seconds for step in steps])
+    alone_s, longer_s = _predicted(steps, cost, host)
+    return FitError.of(alone_s + longer_s, [step.sample.seconds for step in steps])
+
+
+def spread_of(steps: Sequence[TracedStep], cost: LinearStepCost, host: HostCost) -> StepSpread:
+    """What steps took of what they take alone, but for what pauses and other engines add; engine
+    by engine, each in order."""
+    alone_s, longer_s = _predicted(steps, cost, host)
+    measured_s = np.array([step.sample.seconds for step in steps])
+    order = [index for own in _by_engine(steps).values() for index in own]
+    ratios = (measured_s - longer_s) / np.maximum(alone_s, 1e-9)
+    return StepSpread.of([steps[i].sample.num_tokens for i in order], ratios[order])
+
+
+def _predicted(
+    steps: Sequence[TracedStep], cost: LinearStepCost, host: HostCost
+) -> tuple[Float64s, Float64s]:
+    """[steps] Seconds of each alone, and what pauses and other engines add."""
+    alone_s = np.array([cost.step_s(work_of(step.sample)) for step in steps])
+    longer_s = _meanwhile(steps) @ (host.beside_s, host.interrupted_s)
+    for index, pause_s in enumerate(_pauses(steps).tolist()):
+        longer_s[index] += host.after_pause_s(pause_s, float(alone_s[index]))
+    return alone_s, longer_s
+
+
+def _chosen(steps: Sequence[TracedStep], which: Bools) -> list[TracedStep]:
+    return [step for step, it in zip(steps, which, strict=True) if it]
+
+
+def _typical(steps: Sequence[TracedStep], cost: LinearStepCost) -> Bools:
+    """[steps] Whether steps around each take no longer than most of all; or all, where that says
+    nothing."""
+    starts = np.array([step.start_s for step in steps])
+    ratios = _ratios(steps, cost)
+    firsts = starts.searchsorted(starts - AROUND_S)
+    ends = starts.searchsorted(starts + AROUND_S, side="right")
+    around = np.array([np.median(ratios[a:b]) for a, b in zip(firsts, ends, strict=True)])
+    typical: Bools = around <= SLOW * np.median(around)
+    return typical if typical.mean() >= LEAST_TYPICAL else np.ones(len(steps), np.bool_)
+
+
+def _ratios(steps: Sequence[TracedStep], cost: LinearStepCost) -> Float64s:
+    """[steps] Seconds over those that the cost says."""
+    return np.array([step.sample.seconds / cost.step_s(work_of(step.sample)) for step in steps])
 
 
 def _by_engine(steps: Sequence[TracedStep]) -> dict[int, list[int]]:
@@ -117,12 +193,19 @@ def _pauses(steps: Sequence[TracedStep]) -> Float64s:
 def _shared(
     steps: Sequence[TracedStep], meanwhile: Float64s, cost: LinearStepCost
 ) -> tuple[float, float]:
-    """`HostCost.beside_s` and `interrupted_s`: medians, so that neither pauses of the machine nor
-    what the cost is off for long steps counts."""
-    measured, alone = np.array(
-        [(step.sample.seconds, cost.step_s(work_of(step.sample))) for step in steps]
-    ).T
-    lost, (running, begun) = measured - alone, meanwhile.T
+    """`HostCost.beside_s` and `interrupted_s`: medians, so that pauses of the machine do not count,
+    against the median of steps of that size that were alone, so that neither does what the cost is
+    off for them."""
+    running, begun = meanwhile.T
+    measured = np.array([step.sample.seconds for step in steps])
+    ratios = _ratios(steps, cost)
+    sizes = np.searchsorted(SIZES, [step.sample.num_tokens for step in steps])
+    alone = measured / ratios
+    for size in np.unique(sizes):
+        same = ratios[(sizes == size) & (running == 0) & (begun == 0)]
+        if len(same) >= LEAST_STEPS:
+            alone[sizes == size] *= np.median(same)
+    lost = measured - alone
     undisturbed, disturbed = (running > 0) & (begun == 0), begun > 0
     beside_s = _median(lost[undisturbed] / running[undisturbed])
     rest = lost[disturbed] - beside_s * running[disturbed]

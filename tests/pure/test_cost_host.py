@@ -1,9 +1,10 @@
 """From steps on a clock and clients' times back to what they were made of."""
 
 import random
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import msgspec
+import numpy as np
 import pytest
 
 from twostroke.cost import HostCost, LinearStepCost
@@ -133,6 +134,21 @@ def test_a_hand_off() -> None:
     waves = [Wave(1, 64, 0.49, 1.03), Wave(3, 64, 0.49, 1.03)]
     _, host, _ = fit_costs(Trace(steps, [load], []), waves, relay_s=2e-4)
     assert host.handoff_s == pytest.approx(4.5e-3 - 4e-4)
+
+
+def test_slow_minutes_are_not_fitted_to_but_are_part_of_the_spread() -> None:
+    """A machine that is half as fast for a fifth of the time."""
+    parts, now = [], 0.0
+    for seed in range(5):
+        parts.append(run_waves(0, seed, now)[0])
+        now = parts[-1][-1].end_s + 1
+    for it in parts[3]:
+        it.sample.seconds *= 2
+    cost, host, _ = fit_costs(Trace([*chain(*parts)], [], []), [])
+    for it in parts[4]:
+        assert cost.step_s(work_of(it.sample)) == pytest.approx(it.sample.seconds, rel=0.02)
+    late = np.concatenate([series > 1.9 for series in host.spread.ratios])
+    assert late.mean() == pytest.approx(1 / 5, rel=0.1)
 
 
 def test_steps_without_clients() -> None:

@@ -20,7 +20,7 @@ from twostroke.bench.load import Outcome
 from twostroke.bench.workload import FIRST_TOKEN_ID, Prompt
 from twostroke.cost_host import Wave
 
-LEAST_PROMPT, MOST_OUTPUT = 4, 48  # tokens
+LEAST_PROMPT, MOST_OUTPUT = 4, 32  # tokens
 LONE_EACH = 4  # lone requests in a round
 BURSTS = (2, 3, 6)  # and as many as the engine takes
 STREAMS = ((12, 1.0), (8, 2.0), (8, 2.0), (6, 4.0))  # requests; over how much longer than they take

@@ -224,6 +224,10 @@ class Pieces:
             self._quiet += self._new
         self._new, self._looked_s = [], time.monotonic()
 
+    def forget(self) -> None:
+        """What came until now is of no use."""
+        self._all, self._quiet, self._new = [], [], []
+
     @property
     def num_disturbed(self) -> int:
         return len(self._all) - len(self._quiet)
@@ -254,6 +258,10 @@ class Profiler:
     ) -> None:
         """Send on until it has taken `seconds` in all; `on_progress` gets the share of them."""
         asyncio.run(self._run(seconds, on_progress))
+
+    def forget(self) -> None:
+        """Let what was sent until now be no part of what is measured."""
+        self._pieces.forget()
 
     async def _run(self, seconds: float, on_progress: Callable[[float], None]) -> None:
         self._pieces.begin()

@@ -20,6 +20,7 @@ from twostroke.arrays import Float64s, Int32s, Int64s
 from twostroke.clock import Clock
 from twostroke.core.step import Step
 from twostroke.cost import HostCost, StepColumns, StepCost, StepWork
+from twostroke.cost_spread import SpreadReader
 from twostroke.kv_messages import KvCommands, KvLoad, KvReport
 from twostroke.messages import StepPlan, StepResult
 
@@ -67,7 +68,9 @@ class CostExecutor:
         token_of: Callable[[str], int],
         host: HostCost | None = None,
         transfers: Transfers | None = None,
+        engine: int = 0,
     ) -> None:
+        """`engine`: its number, so that engines alike are not late in the same steps."""
         self.busy_s = 0.0
         self.prefill_s = 0.0  # of that, in steps that compute prompts
         self._clock = clock
@@ -81,6 +84,9 @@ class CostExecutor:
         self._ended_s = -math.inf  # the end of the plan that was collected last
         self._computed_s = -math.inf  # of the last one with rows
         self._costs: Float64s = np.empty(0)  # of the steps that may be skipped
+        self._num_steps = 0  # submitted with rows
+        has_spread = bool(self._host.spread.most_tokens)
+        self._spread = SpreadReader(self._host.spread, engine) if has_spread else None
 
     # ------------------------------------------------------------ the protocol
 
@@ -95,7 +101,7 @@ class CostExecutor:
         work = StepWork.of_rows(
             plan.num_computed, plan.num_scheduled, int(np.count_nonzero(plan.samples))
         )
-        seconds = self._cost.step_s(work)
+        seconds = self._step_s(work)
         if self._host.cold_s and not any(len(it.plan.slots) for it in self._running):
             seconds += self._host.after_pause_s(now - self._computed_s, seconds)
         self.busy_s += seconds
@@ -168,6 +174,14 @@ class CostExecutor:
             return 0.0
         return IDLE_WAIT_S if len(self._running) > 1 else math.inf
 
+    def _step_s(self, work: StepWork) -> float:
+        """Of the next step that is submitted."""
+        seconds = self._cost.step_s(work)
+        if self._spread is not None:
+            seconds *= self._spread.ratio(self._num_steps, work.num_tokens)
+        self._num_steps += 1
+        return seconds
+
     def _gap_s(self, rows: int) -> float:
         return self._host.gap_s + self._host.gap_row_s * rows
 
@@ -213,6 +227,8 @@ class CostExecutor:
         made as single steps would, so that the last bit is the same.
         """
         costs = self._cost.step_s_many(StepColumns.of_decodes(rows, context_tokens, turns))
+        if self._spread is not None:
+            costs = costs * self._spread.ratios(self._num_steps, turns, rows)
         self._costs = costs
         gap_s = self._gap_s(rows)
         spans = np.empty(2 * turns + 1)
@@ -230,6 +246,7 @@ class CostExecutor:
         The clock stands at the last one's end. Returns what its result would have reported.
         """
         self.busy_s += float(self._costs[:turns].sum())
+        self._num_steps += turns
         self._ended_s = self._computed_s = float(ends[turns - 1])
         if self._running:
             running = self._running[0]
@@ -255,7 +272,7 @@ class CostExecutor:
         running.gap_s, running.seconds = 0.0, 0.0
         if rows:
             work = StepWork.of_rows(step.num_computed, step.num_scheduled, rows)
-            running.gap_s, running.seconds = self._gap_s(rows), self._cost.step_s(work)
+            running.gap_s, running.seconds = self._gap_s(rows), self._step_s(work)
             self.busy_s += running.seconds
         running.start_s = self._ended_s + running.gap_s
         running.end_s = running.start_s + running.seconds

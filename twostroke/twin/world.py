@@ -139,6 +139,7 @@ class World:
             token_of=self._token_of,
             host=group.host,
             transfers=transfers,
+            engine=index,
         )
         engine = TwinEngine(
             index,

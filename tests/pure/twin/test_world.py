@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.pure.twin.deployments import TOKEN_BYTES, group, run
 from twostroke.cost import BandwidthCurve, HostCost, LinearStepCost
+from twostroke.cost_spread import StepSpread
 from twostroke.errors import ConfigError
 from twostroke.ledger import Interval
 from twostroke.router.dispatch import DispatchSettings
@@ -45,6 +46,8 @@ def assert_same(one, other):
 # Shrinking reruns whole simulations, for minutes.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 
+SPREAD = StepSpread(most_tokens=(2, 64), percents=("90 95 230 210 101", "80 130 99"))
+
 lengths = st.sampled_from(
     ["lognormal(200,1)", "uniform(1,900)", "300", "exponential(60)", "lognormal(40,2)"]
 )
@@ -73,6 +76,7 @@ deployments = st.sampled_from(
             HostCost(),
             HostCost(gap_s=0.0003, gap_row_s=1e-5),
             HostCost(ingress_s=0.002, ingress_token_s=1e-6, egress_s=0.001, egress_row_s=1e-5),
+            HostCost(gap_s=0.0003, spread=SPREAD),
         ]
     ),
     mode=st.sampled_from(["pull", "stream"]),
@@ -127,6 +131,15 @@ def test_a_lone_request_takes_what_its_steps_cost():
     assert result.e2e_s[0] == pytest.approx(0.110 + 10 * 0.011)
     assert result.tpot_s[0] == pytest.approx(0.011)
     assert result.duration_s == pytest.approx(result.e2e_s[0])
+
+
+def test_steps_are_as_late_as_the_spread_says():
+    """All of up to 16 tokens by half, and no others."""
+    cost, spread = LinearStepCost(base_s=0.010), StepSpread(most_tokens=(16,), percents=("150",))
+    result = run([group(cost=cost, host=HostCost(spread=spread))], "constant:1/s,in=100,out=11,n=1")
+    assert result.ttft_s[0] == pytest.approx(0.010)
+    assert result.tpot_s[0] == pytest.approx(0.015)
+    assert result.engines[0].busy_s == pytest.approx(0.160)
 
 
 def test_a_lone_hand_off_takes_what_link_and_steps_cost():
