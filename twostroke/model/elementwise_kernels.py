@@ -8,7 +8,8 @@ depend on the others.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
@@ -31,8 +32,9 @@ from twostroke.model.compiled import (
     words,
 )
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 GROUP, LEVELS_BYTES = 32, 72  # see `quantised` and `few_rows_quantised`
-LANES = 32  # partial sums, added up in a fixed order
 _LOG2_E = np.float32(1.4426950408889634)
 # 2**x on [-0.5, 0.5], lowest power first: least relative error in float32 at degree 5 with 2**0
 # exactly 1, 9.1e-08.
@@ -56,21 +58,42 @@ def exp(x: float) -> Any:
     return float_of(bits_of(power) + (bits_of(shifted) << np.int32(23)))
 
 
-@inner
-def _inverse_norm(values: Any, sums: Any, width: int, eps: float) -> Any:
-    """1 / sqrt(mean of squares + eps); `sums` is scratch of LANES values."""
-    sums[:] = np.float32(0.0)
-    whole = width // LANES * LANES
-    for start in range(0, whole, LANES):
-        for lane in range(LANES):
-            value = values[start + lane]
-            sums[lane] += value * value
-    for i in range(whole, width):
-        sums[0] += values[i] * values[i]
+# Sums whose order the compiler may choose, so that they are vectors: the same order every time.
+_sum: Callable[[_Function], _Function] = numba.njit(
+    nogil=True, error_model="numpy", fastmath={"reassoc", "contract"}
+)
+
+
+@_sum
+def _squares(values: Any, width: int) -> Any:
     total = np.float32(0.0)
-    for i in range(LANES):
-        total += sums[i]
-    return _ONE / np.sqrt(total / np.float32(width) + np.float32(eps))
+    for i in range(width):
+        total += values[i] * values[i]
+    return total
+
+
+@_sum
+def _add_squares(values: Any, added: Any, width: int) -> Any:
+    """values += added, bfloat16; returns the sum of their squares."""
+    total = np.float32(0.0)
+    for i in range(width):
+        value = values[i] + from_bf16(added[i])
+        values[i] = value
+        total += value * value
+    return total
+
+
+@inner
+def _inverse_norm(squares: float, width: int, eps: float) -> Any:
+    """1 / sqrt(mean of squares + eps)"""
+    return _ONE / np.sqrt(squares / np.float32(width) + np.float32(eps))
+
+
+@inner
+def add_row(hs: Any, y: int, width: int, eps: float) -> Any:
+    """hs += y, bfloat16 at that address if it is not 0; returns `_inverse_norm` of hs."""
+    squares = _add_squares(hs, halves(y, width), width) if y else _squares(hs, width)
+    return _inverse_norm(squares, width, eps)
 
 
 @inner
@@ -110,10 +133,9 @@ def norm_levels_rows(
 ) -> None:
     """x = RMS norm of h times weight, all float32 of `width` values a row; and x's levels."""
     w = floats(weight, width)
-    sums = np.empty(LANES, np.float32)
     for row in range(first, last):
         hs, xs = floats(h + row * width * 4, width), floats(x + row * width * 4, width)
-        scale = _inverse_norm(hs, sums, width, eps)
+        scale = add_row(hs, 0, width, eps)
         for i in range(width):
             xs[i] = hs[i] * scale * w[i]
     levels_rows(x, out, first, last, width // GROUP)
@@ -132,16 +154,6 @@ def silu_levels_rows(gate_up: int, x: int, out: int, first: int, last: int, widt
 
 
 @inner
-def add_row(hs: Any, y: int, sums: Any, width: int, eps: float) -> Any:
-    """hs += y, bfloat16 at that address if it is not 0; returns `_inverse_norm` of hs."""
-    if y:
-        ys = halves(y, width)
-        for i in range(width):
-            hs[i] += from_bf16(ys[i])
-    return _inverse_norm(hs, sums, width, eps)
-
-
-@inner
 def add_norm_rows(
     h: int, y: int, weight: int, x: int, first: int, last: int, width: int, eps: float
 ) -> None:
@@ -150,10 +162,9 @@ def add_norm_rows(
     h and weight are float32, y and x bfloat16, all of `width` values a row; y 0: nothing to add.
     """
     w = floats(weight, width)
-    sums = np.empty(LANES, np.float32)
     for row in range(first, last):
         hs, xs = floats(h + row * width * 4, width), halves(x + row * width * 2, width)
-        scale = add_row(hs, y + row * width * 2 if y else 0, sums, width, eps)
+        scale = add_row(hs, y + row * width * 2 if y else 0, width, eps)
         for i in range(width):
             xs[i] = to_bf16(hs[i] * scale * w[i])
 
@@ -186,7 +197,7 @@ def rotate_rows(
                 total = np.float32(0.0)
                 for i in range(head_dim):
                     total += from_bf16(at[i]) * from_bf16(at[i])
-                scale = _ONE / np.sqrt(total / np.float32(head_dim) + np.float32(eps))
+                scale = _inverse_norm(total, head_dim, eps)
                 for i in range(head_dim):
                     normed = from_bf16(to_bf16(from_bf16(at[i]) * scale))
                     at[i] = to_bf16(normed * from_bf16(weight[i]))

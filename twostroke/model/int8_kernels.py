@@ -23,7 +23,7 @@ from twostroke.model.compiled import (
     use_kernel_cache,
     words,
 )
-from twostroke.model.elementwise_kernels import LANES, NUM_ARGUMENTS, add_row, share_of, silu
+from twostroke.model.elementwise_kernels import NUM_ARGUMENTS, add_row, share_of, silu
 
 TURNED = 64
 _LANES = 16
@@ -121,10 +121,10 @@ def norm_bytes_rows(
 ) -> None:
     """`add_norm_rows`, and its result as rows of 8 bits."""
     scratch = np.empty(_row_bytes(width), np.float32)
-    w, sums = floats(weight, width), np.empty(LANES, np.float32)
+    w = floats(weight, width)
     for row in range(first, last):
         hs = floats(h + row * width * 4, width)
-        scale = add_row(hs, y + row * width * 2 if y else 0, sums, width, eps)
+        scale = add_row(hs, y + row * width * 2 if y else 0, width, eps)
         for i in range(width):
             scratch[i] = from_bf16(to_bf16(hs[i] * scale * w[i]))
         _to_bytes(scratch.ctypes.data, width, out + row * _row_bytes(width))
