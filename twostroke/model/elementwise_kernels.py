@@ -84,7 +84,7 @@ def _add_squares(values: Any, added: Any, width: int) -> Any:
 
 
 @inner
-def _inverse_norm(squares: float, width: int, eps: float) -> Any:
+def _inverse_norm(squares: Any, width: int, eps: float) -> Any:
     """1 / sqrt(mean of squares + eps)"""
     return _ONE / np.sqrt(squares / np.float32(width) + np.float32(eps))
 

@@ -42,7 +42,7 @@ _WORDS = max(NUM_ARGUMENTS, tile_ir.NUM_ARGUMENTS)
 # row 0 and thread 0, and what it grows by with each row and with each thread.
 _STAGE_WORDS = 2 + 3 * _WORDS
 # Of the kernel's arguments.
-_CHUNK, _THREAD_NUM, _ROWS, _CHUNKS, _STAGES, _STAGE, _TIMES, _CLOCK, _NUM_WORDS = range(9)
+_CHUNK, _THREAD_NUM, _BOUNDS, _CHUNKS, _STAGES, _STAGE, _TIMES, _CLOCK, _NUM_WORDS = range(9)
 
 
 class Stage(NamedTuple):
@@ -53,6 +53,29 @@ class Stage(NamedTuple):
     words: Sequence[int]  # at the first row, for the first thread
     row_bytes: Sequence[int]
     thread_bytes: Sequence[int]
+
+
+def chunks_of(num_rows: int, num_threads: int) -> Int64s:
+    """First and end row of chunks that hold all rows: as many, or nearly, for each thread."""
+    turns = -(-num_rows // (num_threads * CHUNK_ROWS))
+    count = min(turns * num_threads, -(-num_rows // _MIN_ROWS))
+    ends = num_rows * np.arange(count + 1, dtype=np.int64) // max(1, count)
+    return np.stack((ends[:-1], ends[1:]), 1)
+
+
+def chunks_with(rows: Int64s, num_threads: int) -> Int64s:
+    """The same for some rows, ascending: those that lie far from each other are in chunks of their
+    own, and rows between others may be in a chunk too."""
+    if not len(rows):
+        return np.empty((0, 2), np.int64)
+    cuts = np.flatnonzero(np.diff(rows) > _MIN_ROWS)
+    firsts = rows[np.concatenate(([0], cuts + 1))]
+    ends = rows[np.concatenate((cuts, [len(rows) - 1]))] + 1
+    parts = [
+        chunks_of(end - first, num_threads) + first
+        for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)
+    ]
+    return np.concatenate(parts)
 
 
 class RowChunks:
@@ -78,13 +101,13 @@ class RowChunks:
         )
         self.call = _address(), self._arguments.ctypes.data
 
-    def begin(self, num_rows: int, num_threads: int, *, timed: bool) -> None:
-        turns = -(-num_rows // (num_threads * CHUNK_ROWS))
-        most = -(-num_rows // _MIN_ROWS)
+    def begin(self, chunks: Int64s, num_threads: int, *, timed: bool) -> None:
+        """To be called before each run, with `chunks_of` its rows."""
         self._times.fill(0)
-        self._arguments[[_CHUNK, _THREAD_NUM, _ROWS, _CHUNKS, _TIMES]] = (
+        self._chunks = chunks
+        self._arguments[[_CHUNK, _THREAD_NUM, _BOUNDS, _CHUNKS, _TIMES]] = (
             *(0, self._thread_num if num_threads > 1 else 0),
-            *(num_rows, min(turns * num_threads, most)),
+            *(chunks.ctypes.data, len(chunks)),
             self._times.ctypes.data if timed else 0,
         )
 
@@ -115,7 +138,8 @@ def _run(arguments: Any) -> None:
     thread = call_for_int(a[_THREAD_NUM]) if a[_THREAD_NUM] else 0
     chunk = take_ticket(a.ctypes.data + 8 * _CHUNK)
     while chunk < a[_CHUNKS]:
-        first, last = (a[_ROWS] * chunk // a[_CHUNKS], a[_ROWS] * (chunk + 1) // a[_CHUNKS])
+        bounds = numbers(a[_BOUNDS], 2 * a[_CHUNKS])
+        first, last = bounds[2 * chunk], bounds[2 * chunk + 1]
         for i in range(count):
             stage = numbers(stages + i * 8 * _STAGE_WORDS, _STAGE_WORDS)
             if a[_TIMES]:

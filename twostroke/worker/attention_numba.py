@@ -10,6 +10,7 @@ import torch
 from numba import types
 from torch import Tensor
 
+from twostroke.arrays import Int64s
 from twostroke.messages import Int32s
 from twostroke.model.barrier import Barrier
 from twostroke.model.openmp import load_openmp
@@ -53,13 +54,15 @@ def why_no_int8(head_dim: int) -> str:
 class LayerCalls:
     """One attention call for each layer, as a `Program` makes them."""
 
-    def __init__(self, address: int, arguments: Arguments, num_layers: int) -> None:
-        self._source = arguments
+    def __init__(self, attention: "NumbaAttention", address: int, arguments: Arguments) -> None:
+        num_layers = attention.pool.shape[1]
+        self._attention, self._source = attention, arguments
         names = [field[0] for field in arguments._fields_]
         self._arguments = np.empty((num_layers, len(names)), np.int64)
         self._tickets = np.zeros((num_layers, TICKETS * _CACHE_LINE // 8), np.int64)
         self._layer, self._ticket = names.index("layer"), names.index("tickets")
         self._step = slice(names.index("query_start"), names.index("partials") + 1)
+        self._work = [names.index(name) for name in ("num_items", "items", "num_merges", "merges")]
         self._arguments[:] = np.frombuffer(memoryview(arguments), np.int64)
         self._arguments[:, self._layer] = np.arange(num_layers)
         self._arguments[:, self._ticket] = (
@@ -68,12 +71,20 @@ class LayerCalls:
         start, stride = self._arguments.ctypes.data, self._arguments.strides[0]
         self.calls = [(address, start + layer * stride) for layer in range(num_layers)]
 
-    def begin(self) -> None:
-        """Take over what `plan` has prepared."""
+    def begin(self, wanted: Int64s | None) -> None:
+        """Take over what `plan` has prepared.
+
+        `wanted` are the tokens that the last layer attends for, where not all; it writes the keys
+        and values of all.
+        """
         self._arguments[:, self._step] = np.frombuffer(memoryview(self._source), np.int64)[
             self._step
         ]
         self._tickets.fill(0)
+        if wanted is not None:
+            self._last = self._attention.work_for(wanted)
+            counts = (it for work in self._last for it in (len(work), work.ctypes.data))
+            self._arguments[-1, self._work] = list(counts)
 
 
 class NumbaAttention(PagedAttention):
@@ -188,7 +199,23 @@ class NumbaAttention(PagedAttention):
         a.k, a.k_token_bytes, a.k_head_bytes = a.q + self.num_heads * head, token, head
         a.v, a.v_token_bytes, a.v_head_bytes = a.k + self.num_kv_heads * head, token, head
         a.out = out.data_ptr()
-        return LayerCalls(self._address, a, self.pool.shape[1])
+        return LayerCalls(self, self._address, a)
+
+    def work_for(self, wanted: Int64s) -> tuple[Int32s, Int32s]:
+        """Of the planned step, the items and merges that these tokens need."""
+        a = self._arguments
+        before = np.zeros(a.num_tokens + 1, np.int64)  # wanted tokens before each
+        before[wanted + 1] = 1
+        before = before.cumsum()
+        query_start, items, merges = self._step[0], self._step[4], self._step[5]
+
+        def needed(work: Int32s) -> Int32s:
+            first = query_start[work[:, 0]] + work[:, 2]
+            kept: Int32s = work[before[first + work[:, 3]] > before[first]]
+            return kept
+
+        shared = items[:, -1] >= 0  # their rows lie anywhere
+        return np.concatenate((needed(items[~shared]), items[shared])), needed(merges)
 
     def _rows(self, name: str, tensor: Tensor, num_heads: int) -> tuple[int, int, int]:
         """Address and strides in bytes of q, k or v; the kernels trust what passes here."""

@@ -27,10 +27,11 @@ from twostroke.model.layers import Mlp
 from twostroke.model.llama import DecoderModel
 from twostroke.model.thread_count import ThreadCounts
 from twostroke.worker.attention import PagedAttention
-from twostroke.worker.step_programs import Buffers, FewRowsProgram, ManyRowsProgram
+from twostroke.worker.step_programs import Buffers, FewRowsProgram
 
 if TYPE_CHECKING:
     from twostroke.worker.attention_numba import NumbaAttention
+    from twostroke.worker.many_rows import ManyRowsProgram
 
 _FIRST_ROTATIONS = 2048  # positions whose rotations are computed at once
 _FIRST_CAPACITY = 1024  # tokens that there is room for at first
@@ -107,18 +108,26 @@ class FewTokens:
         self._know_rotations(1)
 
     def forward(
-        self, token_ids: Int64s, positions: Int64s, *, with_logits: bool = False
+        self,
+        token_ids: Int64s,
+        positions: Int64s,
+        *,
+        with_logits: bool = False,
+        wanted: Int64s | None = None,
     ) -> StepOutput:
         """token_ids and positions [T] -> hidden states [T, hidden], as `DecoderModel.forward`.
 
         `with_logits` asks for logits too, which are given for few tokens where the LM head has a
-        kernel. The attention must have planned the step. What is returned is overwritten by the
-        next step.
+        kernel. `wanted`, ascending, are the tokens whose hidden states are needed, where not all
+        are: those of others may be anything. The attention must have planned the step. What is
+        returned is overwritten by the next step.
         """
-        count = len(token_ids)
-        program, buffers = self._program(count)
-        buffers.token_ids[:count], buffers.positions[:count] = token_ids, positions
         self._know_rotations(int(positions.max()) + 1)
+        if len(token_ids) > MAX_ROWS:
+            return self._forward_many(token_ids, positions, wanted)
+        count, buffers = len(token_ids), self._buffers
+        program = self._few(count)
+        buffers.token_ids[:count], buffers.positions[:count] = token_ids, positions
         with_logits &= program.has_logits
         num_threads = program.num_threads
         trial = self._trials.of(count) if with_logits else None
@@ -132,19 +141,34 @@ class FewTokens:
             return StepOutput(count, buffers.hidden)
         return StepOutput(count, buffers.hidden, buffers.logits, buffers.best[:count])
 
+    def _forward_many(
+        self, token_ids: Int64s, positions: Int64s, wanted: Int64s | None
+    ) -> StepOutput:
+        count = len(token_ids)
+        program = self._many_of(count)
+        buffers = program.buffers
+        buffers.token_ids[:count], buffers.positions[:count] = token_ids, positions
+        program.run(count, program.num_threads, self.seconds_by_kind, wanted)
+        return StepOutput(count, buffers.hidden)
+
     def calls_by_kind(self, num_tokens: int, *, with_logits: bool) -> Counter[str]:
         """How many kernels of each kind a step of that many tokens runs."""
-        return self._program(num_tokens)[0].kinds(with_logits=with_logits)
+        if num_tokens > MAX_ROWS:
+            return self._many_of(num_tokens).kinds()
+        return self._few(num_tokens).kinds(with_logits=with_logits)
 
-    def _program(self, num_tokens: int) -> tuple[FewRowsProgram | ManyRowsProgram, Buffers]:
-        if num_tokens <= MAX_ROWS:
-            program = next(it for it in self._programs if num_tokens <= it.max_tokens)
-            return program, self._buffers
+    def _few(self, num_tokens: int) -> FewRowsProgram:
+        return next(it for it in self._programs if num_tokens <= it.max_tokens)
+
+    def _many_of(self, num_tokens: int) -> "ManyRowsProgram":
+        """The program of large steps, made anew for larger ones."""
         if self._many is None or self._many.max_tokens < num_tokens:
+            from twostroke.worker.many_rows import ManyRowsProgram  # here, because numba is there
+
             capacity = max(_FIRST_CAPACITY, 1 << (num_tokens - 1).bit_length())
             self._many = ManyRowsProgram(self._model, self._attention, self._kernels, capacity)
             self._many.look_up_in(self._rotations)
-        return self._many, self._many.buffers
+        return self._many
 
     def _know_rotations(self, num_positions: int) -> None:
         """Those of `Rotary`, kept: computing a few anew takes six operations of torch."""

@@ -337,7 +337,8 @@ class ModelRunner:
             widths += num_drafts[rows]
             result.num_verified = num_drafts
         all_sample = len(inputs.token_ids) == (widths.sum() if len(num_drafts) else len(rows))
-        output = self._forward(inputs, with_logits=all_sample)
+        last = None if all_sample else spans(inputs.query_start[rows + 1] - widths, widths)
+        output = self._forward(inputs, all_sample, None if self._num_prompt_logprobs else last)
         if self.drafter is not None:
             self.drafter.follow(plan, inputs)
         if self._num_prompt_logprobs:
@@ -349,8 +350,8 @@ class ModelRunner:
             row_seats, _, drafts = self._sampled_rows(seats, widths)
             sampled = self.sampler.take_best(output.best, row_seats, drafts)
         else:
-            last = spans(inputs.query_start[rows + 1] - widths, widths)
-            sampled = self._agree(output, last, seats, widths)
+            every = np.arange(len(inputs.token_ids))
+            sampled = self._agree(output, every if last is None else last, seats, widths)
         self._keep(seats, rows, widths, sampled, result)
         if self.drafter is not None and self._reports_drafts:
             self._propose_next(plan, result)
@@ -442,14 +443,14 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states [T, hidden] after the final norm."""
-        return self._forward(inputs, with_logits=False).hidden
+        return self._forward(inputs, False, None).hidden
 
-    def _forward(self, inputs: StepInputs, *, with_logits: bool) -> StepOutput:
-        """Hidden states, and those of few tokens' logits too if wanted and they have a kernel."""
+    def _forward(self, inputs: StepInputs, with_logits: bool, wanted: Int64s | None) -> StepOutput:
+        """Hidden states, at least of tokens `wanted` (None: all), and logits where kernels can."""
         self.attention.plan(inputs.query_start, inputs.num_computed, inputs.block_tables)
         few, token_ids, positions = self.few_tokens, inputs.token_ids, inputs.positions
         if few is not None and len(token_ids) <= few.max_tokens:
-            return few.forward(token_ids, positions, with_logits=with_logits)
+            return few.forward(token_ids, positions, with_logits=with_logits, wanted=wanted)
         ids, at = (torch.from_numpy(it).to(self.device) for it in (token_ids, positions))
         hidden = self.model.forward(ids, at, self.attention)
         return StepOutput(len(hidden), hidden)
@@ -491,7 +492,7 @@ class ModelRunner:
         warm_up_rows()
         for counts in ((1, 1), (self.seats.block_size, 1), (2, 2)):
             inputs = null_block_inputs(counts, self.seats.block_size)
-            self._forward(inputs, with_logits=True)
+            self._forward(inputs, True, None)
             if isinstance(self.drafter, ModelDrafter):
                 self.drafter.forward(inputs)
         if progress is not None:

@@ -1,8 +1,7 @@
-"""The two programs that a step's kernels are put into, and what the kernels hand to each other.
+"""Steps of few tokens as a program, and what kernels hand to each other in steps of any size.
 
 A product of few rows is bound by reading its weight, so threads share the weight, kernel by kernel.
-With more rows than `few_rows.MAX_ROWS` it is bound by arithmetic: threads share the rows, and meet
-only where a token attends to others.
+For more, see `many_rows`.
 """
 
 from collections import Counter, defaultdict
@@ -138,7 +137,9 @@ class FewRowsProgram:
         for part in parts:
             for call in part:
                 row = next(product_rows if call.is_product else small_rows)
-                row[: len(call.words)] = [_first(word) for word in call.words]
+                row[: len(call.words)] = [
+                    word.address if isinstance(word, Place) else word for word in call.words
+                ]
                 calls.append((call.address, row.ctypes.data))
                 self._kinds.append(call.kind)
                 are_small.append(not call.is_product)
@@ -174,7 +175,7 @@ class FewRowsProgram:
         with_logits: bool,
     ) -> None:
         """A step that the attention has planned; adds to `seconds_by_kind` where there is one."""
-        self._attention.begin()
+        self._attention.begin(None)
         self._begin(num_tokens, num_threads)
         num_calls = self._num_calls(with_logits)
         if seconds_by_kind is None:
@@ -196,86 +197,3 @@ class FewRowsProgram:
         shared = num_tokens >= _SHARED_TOKENS and num_threads > 1
         self._small[:, :3] = self._kernels.first(num_tokens, num_threads if shared else 1)
         self._program.share(self._are_small, shared)
-
-
-class ManyRowsProgram:
-    """Steps of up to as many tokens as `buffers` have room for, a chunk of rows on each thread."""
-
-    has_logits = False
-
-    def __init__(
-        self, model: DecoderModel, attention: "NumbaAttention", kernels: Kernels, capacity: int
-    ) -> None:
-        from twostroke.model.program import Program
-        from twostroke.model.row_chunks import CHUNK_ROWS, RowChunks, Stage
-
-        num_threads = torch.get_num_threads()
-        self.max_tokens = capacity
-        self.buffers = Buffers(model, capacity, CHUNK_ROWS, num_threads)
-        self._attention = attention.program(self.buffers.qkv, self.buffers.attended)
-        parts = StepCalls(model, self.buffers.places, kernels, few_bits=False).layers()
-        self._kinds = [[call.kind for call in part] for part in parts]
-        self._chunks = [
-            RowChunks(
-                [
-                    Stage(
-                        call.address,
-                        call.rows,
-                        [_first(word) for word in call.words],
-                        [word.row_bytes if isinstance(word, Place) else 0 for word in call.words],
-                        [
-                            word.thread_bytes if isinstance(word, Place) else 0
-                            for word in call.words
-                        ],
-                    )
-                    for call in part
-                ],
-                num_threads,
-                kernels.thread_num,
-            )
-            for part in parts
-        ]
-        chunks = [chunks.call for chunks in self._chunks]
-        calls = [call for pair in zip(chunks, self._attention.calls, strict=False) for call in pair]
-        self._program = Program([*calls, chunks[-1]])
-
-    @property
-    def num_threads(self) -> int:
-        return self._program.num_threads
-
-    def look_up_in(self, rotations: Tensor) -> None:
-        """A table of each position's rotations."""
-        self._chunks[0].set(*ROTATIONS, rotations.data_ptr())
-
-    def kinds(self, *, with_logits: bool) -> Counter[str]:
-        """How many kernels of each kind a step runs."""
-        del with_logits
-        counts = Counter(kind for kinds in self._kinds for kind in kinds)
-        return counts + Counter(attention=len(self._attention.calls))
-
-    def run(
-        self,
-        num_tokens: int,
-        num_threads: int,
-        seconds_by_kind: defaultdict[str, float] | None,
-        *,
-        with_logits: bool,
-    ) -> None:
-        """A step that the attention has planned; adds to `seconds_by_kind` where there is one."""
-        assert not with_logits
-        self._attention.begin()
-        for chunks in self._chunks:
-            chunks.begin(num_tokens, num_threads, timed=seconds_by_kind is not None)
-        num_calls = 2 * len(self._chunks) - 1
-        if seconds_by_kind is None:
-            self._program.run(num_threads, num_calls)
-            return
-        times = self._program.run_timed(num_threads, num_calls).tolist()
-        seconds_by_kind["attention"] += sum(times[1::2])
-        for seconds, kinds, chunks in zip(times[::2], self._kinds, self._chunks, strict=True):
-            for kind, share in zip(kinds, chunks.shares().tolist(), strict=True):
-                seconds_by_kind[kind] += share * seconds
-
-
-def _first(word: int | Place) -> int:
-    return word.address if isinstance(word, Place) else word

@@ -88,6 +88,23 @@ def test_every_bit_is_that_of_the_layers(directory: Path, threads: int, quantiza
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+def test_hidden_states_that_are_wanted_are_those_of_all(directory: Path, threads: int) -> None:
+    if threads > len(os.sched_getaffinity(0)):
+        pytest.skip(f"fewer than {threads} cores")
+    runner = make_runner(directory, threads)
+    if runner.few_tokens is None:
+        pytest.skip("no kernel for few rows on this processor")
+    step = inputs_of([1, 130, 1, 150, 1], 0)
+    every = runner.forward(step).clone()
+    for wanted in ([0, 130, 131, 281, 282], [282], [], [5, 60, 100], list(range(283))):
+        rows = np.array(wanted, np.int64)
+        runner.attention.plan(step.query_start, step.num_computed, step.block_tables)
+        runner.kv_pool.zero_()
+        found = runner.few_tokens.forward(step.token_ids, step.positions, wanted=rows).hidden
+        assert torch.equal(found[wanted], every[wanted])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
 def test_few_bits_are_what_the_layers_give_but_for_roundings(directory: Path, threads: int) -> None:
     if threads > len(os.sched_getaffinity(0)):
         pytest.skip(f"fewer than {threads} cores")
