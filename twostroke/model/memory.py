@@ -8,6 +8,7 @@ its pages faults on first use. On a CPU that is most of the time of cheap operat
 
 import contextlib
 import ctypes
+import functools
 import mmap
 import re
 import threading
@@ -43,6 +44,21 @@ def give_back_freed_memory() -> None:
 
 
 _MADV_DONTNEED = 4
+_LETTING_GO = threading.Lock()
+
+
+def unmap_clean_pages_once() -> int:
+    """`unmap_clean_pages` of a process's first model, before it maps any weights.
+
+    Others that load meanwhile wait, and those that load later do not disturb it. What it returned.
+    """
+    with _LETTING_GO:
+        return _first_unmapping()
+
+
+@functools.cache
+def _first_unmapping() -> int:
+    return unmap_clean_pages()
 
 
 def unmap_clean_pages() -> int:

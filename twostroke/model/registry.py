@@ -20,7 +20,7 @@ from twostroke.model.gguf import GgufSource
 from twostroke.model.int8_rows import Int8Rows
 from twostroke.model.layers import Linear, Mlp, in_pairs
 from twostroke.model.llama import DecoderModel, Layer
-from twostroke.model.memory import give_back_freed_memory, keep_freed_memory, unmap_clean_pages
+from twostroke.model.memory import give_back_freed_memory, keep_freed_memory, unmap_clean_pages_once
 from twostroke.model.moe import SparseMlp
 from twostroke.model.parallel import ALONE, Group, Shard
 from twostroke.model.quantised import QuantisedWeight, quantise, stack
@@ -59,7 +59,7 @@ def load_model(
         keep_freed_memory()
         if dtype == torch.bfloat16:
             works()  # brings numba's libraries, the last that there are
-        unmap_clean_pages()
+        unmap_clean_pages_once()
     source = _open_source(checkpoint, dtype, seed)
     try:
         check_tensors(source, checkpoint.shape, checkpoint.path)

@@ -1,13 +1,17 @@
 """What is handed back stays what it was; memory for weights, cut from chunks."""
 
 import ctypes
+import functools
 import mmap
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from twostroke.model import memory
 from twostroke.model.memory import HugePages, give_back_freed_memory, unmap_clean_pages
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
@@ -34,6 +38,25 @@ def test_what_the_dynamic_linker_or_we_have_written_stays(tmp_path: Path) -> Non
     unmap_clean_pages()
     assert changed[:2] == b"ba"
     assert untouched[:2] == b"aa"
+
+
+def test_pages_are_let_go_once_and_nobody_loads_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in threads of one process load together: one lets go, the others wait for it."""
+    begun, all_wait, calls = threading.Event(), threading.Event(), []
+
+    def let_go() -> int:
+        calls.append(begun.set())
+        assert all_wait.wait(10)
+        return 7
+
+    monkeypatch.setattr(memory, "_first_unmapping", functools.cache(let_go))
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(memory.unmap_clean_pages_once) for _ in range(3)]
+        assert begun.wait(10)
+        assert not any(load.done() for load in loads)
+        all_wait.set()
+        assert [load.result() for load in loads] == [7, 7, 7]
+    assert len(calls) == 1
 
 
 def _make_read_only(address: int, length: int) -> None:
