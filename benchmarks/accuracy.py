@@ -7,9 +7,11 @@ throughout (larger steps multiply in bfloat16; with int8, steps of any size are 
 pieces of the text are continued greedily by 64 tokens, and compared with float32, which has the
 weights as they are stored, dequantised to their last bit: so `as-stored` is the path of few bits
 against the very weights that it has, and what differs is its arithmetic; `int8` and `int4` round
-these weights once more, and `int8` what they are multiplied with. From where two answers part on,
-tokens are not compared; parting is a near tie if float32 preferred its own token by less than 0.1
-nats. Speed is one stream's. Without MODEL, the default one.
+these weights once more, and `int8` what they are multiplied with. Two comparisons: answers as they
+came, of which tokens count up to where they part, so that one near tie can cost 64 (parting is a
+near tie if float32 preferred its own token by less than 0.1 nats); and token by token, whether
+float32, given the same text before, takes the same one. Speed is one stream's. Without MODEL, the
+default one.
 """
 
 import argparse
@@ -46,10 +48,11 @@ def main() -> None:
 
     found = {name: measure(options.model, FORMATS[name]) for name in options.formats.split(",")}
     reference = found.get("float32")
+    choices = same_choices(options.model, found) if reference else {}
     rows = []
     for name, one in found.items():
         agreement = compare(reference["answers"], one["answers"]) if reference else {}
-        one |= agreement
+        one |= agreement | choices.get(name, {})
         rows.append(
             [
                 name,
@@ -59,13 +62,16 @@ def main() -> None:
                 f"{one['equal']} of {NUM_PROMPTS}" if agreement else "-",
                 f"{one['equal_tokens']:.1%}" if agreement else "-",
                 f"{one['near_ties']} of {one['parted']}" if agreement else "-",
+                f"{one['same_choices']:.2%}" if agreement else "-",
+                f"{one['largest_loss']:.3f}" if agreement else "-",
             ]
         )
     heads = ["format", "perplexity", "tok/s", "weights MB", "equal answers", "tokens", "near ties"]
+    heads += ["same text: tokens", "largest loss, nats"]
     print(report.table(heads, rows))
     if options.json:
         for one in found.values():
-            del one["answers"]
+            del one["answers"], one["pieces"]
         print(report.json_line(found))
 
 
@@ -89,7 +95,30 @@ def measure(model: str, settings: dict[str, Any]) -> dict[str, Any]:
         "tokens_per_s": 128 / seconds,
         "weight_bytes": bytes_of(facts["Weights"]),
         "answers": answers,
+        "pieces": pieces,
     }
+
+
+def same_choices(model: str, found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """How often float32, given what each format had before it, takes the token that it took, and
+    how much more likely float32's own was at most."""
+    score = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    out: dict[str, dict[str, float]] = {}
+    with LLM(model, **FORMATS["float32"]) as engine:
+        for name, one in found.items():
+            losses = []
+            for piece, answer in zip(one["pieces"], one["answers"], strict=True):
+                text = [*piece, *answer.token_ids]
+                entries = engine.generate([text], score)[0].prompt_logprobs or []
+                losses += [loss_of(entry) for entry in entries[len(piece) :]]
+            same = sum(loss == 0 for loss in losses) / len(losses)
+            out[name] = {"same_choices": same, "largest_loss": max(losses)}
+    return out
+
+
+def loss_of(entry: Any) -> float:
+    """By how many nats the likeliest token is likelier than the one that was taken."""
+    return max(entry.logprobs) - entry.logprobs[0]
 
 
 def bytes_of(text: str) -> float:
