@@ -149,6 +149,27 @@ def score_tile(
     e.per_rows(rows, lambda count: e.per_panel(num_keys, 4, lambda w, k: panel(count, w, k)))
 
 
+def softmax_tile(
+    e: Emitter,
+    rows: Value,
+    first: Value,
+    group: Value,
+    scores: Value,
+    visible: Value,
+    limit: Value,
+    num_keys: Value,
+    scale: Value,
+    states: Value,
+) -> None:
+    """Weights are bfloat16, and take the first half of the scores' place."""
+    arguments = (rows, first, group, scores, visible, limit, num_keys, scale, states)
+
+    def store(weights: Value, row: Value, key: Value) -> None:
+        e.store(e.to_bf16s(weights), e.at(row, key, 2))
+
+    attention_simd.softmax_rows(e, arguments, e.exp2_rough, store)
+
+
 def softmax_row(
     e: Emitter, scores: Value, visible: Value, num_keys: Value, scale: Value, state: Value
 ) -> None:

@@ -295,6 +295,13 @@ class Emitter:
     def maximum(self, a: Value, b: Value) -> Value:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
+    def least(self, a: Value, b: Value) -> Value:
+        """Of two int64."""
+        return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
+
+    def greatest(self, a: Value, b: Value) -> Value:
+        return self.builder.select(self.builder.icmp_signed(">", a, b), a, b)
+
     def fold(self, operation: Callable[[Value, Value], Value], vectors: Sequence[Value]) -> Value:
         """Reduce all lanes of all vectors to one number, in a fixed order."""
         total = functools.reduce(operation, vectors)

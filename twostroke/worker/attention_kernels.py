@@ -111,7 +111,7 @@ def _simd(name: str) -> Any:
 
 write_row, load_query, load_few_query = map(_simd, ("write_row", "load_query", "load_few_query"))
 list_scales, score_keys, softmax_few = map(_simd, ("list_scales", "score_keys", "softmax_few"))
-pack_tile, score_tile, softmax_row = map(_simd, ("pack_tile", "score_tile", "softmax_row"))
+pack_tile, score_tile, softmax_tile = map(_simd, ("pack_tile", "score_tile", "softmax_tile"))
 add_values, add_tile, store_output = map(_simd, ("add_values", "add_tile", "store_output"))
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -235,22 +235,20 @@ def _run_tile(
                 *(like, rows, query, padded, table, ahead),
                 *(whole, num_units, state, scales, scores),
             )
-        else:
-            score_tile(like, rows, query, padded, keys, whole, num_units, scores)
-        for i in range(rows):
-            sees = visible + (row + i) // a.group
-            sees = min(sees, num_keys)
-            score, kept = scores + i * KEY_TILE * 4, state + i * STATE * 4
-            if small:
+            for i in range(rows):
+                sees = min(num_keys, visible + (row + i) // a.group)
+                score, kept = scores + i * KEY_TILE * 4, state + i * STATE * 4
                 softmax_few(like, score, sees, whole, a.scale, kept, scales)
-            else:
-                softmax_row(like, score, sees, whole, a.scale, kept)
-        if small:
             add_values(
                 *(like, rows, scores, table, ahead, side),
                 *(seen, num_units, padded, state, output),
             )
         else:
+            score_tile(like, rows, query, padded, keys, whole, num_units, scores)
+            softmax_tile(
+                *(like, rows, row, a.group, scores),
+                *(visible, num_keys, whole, a.scale, state),
+            )
             add_tile(
                 *(like, rows, scores, table, ahead, side, values),
                 *(seen, num_units, padded, state, output),

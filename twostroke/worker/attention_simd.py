@@ -182,6 +182,89 @@ def score_tile(
     e.per_rows(rows, lambda count: e.per_panel(num_keys, 4, lambda w, k: panel(count, w, k)))
 
 
+def softmax_tile(
+    e: Emitter,
+    rows: Value,
+    first: Value,
+    group: Value,
+    scores: Value,
+    visible: Value,
+    limit: Value,
+    num_keys: Value,
+    scale: Value,
+    states: Value,
+) -> None:
+    """`softmax_row` of rows `first`, `first` + 1, ... of an item after `score_tile`.
+
+    `group` rows are one query, of which the item's first sees `visible` keys of the tile, the next
+    one more, and so on, up to `limit`.
+    """
+    arguments = (rows, first, group, scores, visible, limit, num_keys, scale, states)
+    softmax_rows(e, arguments, e.exp2, lambda weights, row, key: e.store(weights, e.at(row, key)))
+
+
+def softmax_rows(
+    e: Emitter,
+    values: tuple[Value, Value, Value, Value, Value, Value, Value, Value, Value],
+    exp2: Callable[[Value], Value],
+    store: Callable[[Value, Value, Value], None],
+) -> None:
+    """`softmax_tile` of `values`; `store(weights, scores, key)` may write to lower scores' place.
+
+    Rows go side by side, since each alone is a chain: its maximum, folded over the lanes, before
+    its first weight. What all rows see is done without masks.
+    """
+    rows, first, group, scores, visible, limit, num_keys, scale, states = values
+    b, lowest = e.builder, e.floats(LOWEST)
+
+    def body(count: int) -> None:
+        seen = [
+            e.least(b.add(visible, b.sdiv(b.add(first, e.const(m)), group)), limit)
+            for m in range(count)
+        ]
+        everyone = b.and_(e.greatest(seen[0], e.const(0)), e.const(-LANES))
+        here = [e.at(scores, m * KEY_TILE) for m in range(count)]
+        kept = [e.at(states, m * STATE) for m in range(count)]
+        factor = e.broadcast(scale)
+        tops, totals = e.accumulators(count), e.accumulators(count)
+        for top in tops:
+            b.store(lowest, top)
+
+        def per_vector(handle: Callable[[int, Value, Value | None], None]) -> None:
+            with e.loop(e.const(0), everyone, LANES) as key:
+                for m in range(count):
+                    handle(m, key, None)
+            with e.loop(everyone, num_keys, LANES) as key:
+                for m in range(count):
+                    handle(m, key, e.lanes_below(b.sub(seen[m], key)))
+
+        def find_top(m: int, key: Value, mask: Value | None) -> None:
+            vector = e.load_floats(e.at(here[m], key))
+            if mask is not None:
+                vector = b.select(mask, vector, lowest)
+            b.store(e.maximum(vector, b.load(tops[m])), tops[m])
+
+        per_vector(find_top)
+        below = []
+        for m in range(count):
+            new, alpha = _raise_maximum(e, b.load(tops[m]), factor, kept[m])
+            b.store(b.fmul(e.load_floats(e.at(kept[m], LANES)), alpha), totals[m])
+            below.append(b.fneg(new))
+
+        def weigh(m: int, key: Value, mask: Value | None) -> None:
+            weights = exp2(e.fma(e.load_floats(e.at(here[m], key)), factor, below[m]))
+            if mask is not None:
+                weights = b.select(mask, weights, e.floats(0.0))
+            store(weights, here[m], key)
+            b.store(b.fadd(b.load(totals[m]), weights), totals[m])
+
+        per_vector(weigh)
+        for m in range(count):
+            e.store(b.load(totals[m]), e.at(kept[m], LANES))
+
+    e.per_rows(rows, body)
+
+
 def softmax_row(
     e: Emitter, scores: Value, visible: Value, num_keys: Value, scale: Value, state: Value
 ) -> None:
