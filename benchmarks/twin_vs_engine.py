@@ -20,8 +20,7 @@ engine's own figures lie apart: nothing can predict better than that. Of the twi
 more repeats, with other steps late. What was measured is kept in `--record DIR`, for fits and
 predictions to be repeated by `--from DIR`.
 
-Nothing else must run on the machine: on two cores, one process more doubles every step. A round in
-which others took more than 6 % of the CPU time is run once more.
+Nothing else must run on the machine: on two cores, one process more doubles every step.
 """
 
 import argparse
@@ -30,6 +29,7 @@ import random
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, count, product
 from pathlib import Path
@@ -55,7 +55,7 @@ from twostroke.proc.profiling import (
     Server,
 )
 from twostroke.router.dispatch import DispatchSettings
-from twostroke.trace_steps import TracedStep
+from twostroke.trace_steps import Trace, TracedStep
 from twostroke.twin.scenario import EngineGroup, Result, Scenario, simulate
 from twostroke.twin.transfers import Link
 from twostroke.twin.workload import Workload, of_columns
@@ -67,7 +67,6 @@ FIRST_SHARE = 0.3
 NUM_BLOCKS = 1024  # usable ones; more than any load here needs
 SEEDS = 5  # for each repeat, the twin draws so often which steps are late
 AT_ONCE_S = 0.002  # between requests of a burst: sent closer together, their order is chance
-TRIES = 2  # of a round that other processes disturb
 WARM_UP_TOKENS = 4  # of each prompt that a connection is opened with
 LAYOUTS = {"both": {}, "1p1d": {"prefill": 1, "decode": 1, "pd_policy": "always"}}
 
@@ -275,12 +274,19 @@ def config_of(layout: str, model: str) -> EngineConfig:
     )
 
 
-def record(layout: str, options: argparse.Namespace) -> Recording:
-    """Give a server of the layout the profile's load and the others, in turns."""
+def record(layout: str, options: argparse.Namespace) -> Iterator[Recording]:
+    """Give a server of the layout the profile's load and the others, in turns; all that was
+    measured so far, after each repeat."""
     config = config_of(layout, options.model)
     print(f"{layout}: profiling for {options.seconds:g} s, the loads in between", flush=True)
     loads: dict[str, list[list[list[Outcome]]]] = {one.name: [] for one in LOADS}
     shares: dict[str, list[float]] = {one.name: [] for one in LOADS}
+
+    def so_far(profiler: Profiler, trace: Trace) -> Recording:
+        means = {name: float(np.mean(each)) for name, each in shares.items()}
+        steps = steps_during(loads, trace.steps)
+        return Recording(options.model, profiler.measured(trace), loads, means, steps)
+
     with tempfile.TemporaryDirectory() as directory:
         with Server(config, Path(directory)) as server:
             profiler = Profiler(server.url, seconds=options.seconds, seed=config.seed)
@@ -296,28 +302,14 @@ def record(layout: str, options: argparse.Namespace) -> Recording:
                 for seed, one in product(range(options.rounds), LOADS):
                     requests = draw(one, options.requests, seed, rates[one.name])
                     prompts_seed = f"{one.name} {seed} {len(loads[one.name])}"
-                    share, outcomes = send_round(server.url, requests, prompts_seed)
+                    others = Others()
+                    outcomes = asyncio.run(send_all(server.url, requests, prompts_seed))
                     loads[one.name][-1].append(outcomes)
-                    shares[one.name].append(share)
+                    shares[one.name].append(others.share())
                     spent_s += each_s
                     profiler.run(spent_s)
-        trace = server.read()
-    disturbance = {name: float(np.mean(each)) for name, each in shares.items()}
-    steps = steps_during(loads, trace.steps)
-    return Recording(options.model, profiler.measured(trace), loads, disturbance, steps)
-
-
-def send_round(url: str, requests: Requests, prompts_seed: str) -> tuple[float, list[Outcome]]:
-    """The share of CPU time that other processes took, and what came of a round: once more where
-    that was much, and then the one that they disturbed less."""
-    tries = []
-    for nth in range(TRIES):
-        others = Others()
-        outcomes = asyncio.run(send_all(url, requests, f"{prompts_seed} {nth}"))
-        tries.append((others.share(), outcomes))
-        if tries[-1][0] <= QUIET:
-            break
-    return min(tries, key=lambda it: it[0])
+                yield so_far(profiler, server.read())
+        yield so_far(profiler, server.read())  # with what was not written before the end
 
 
 def rates_of(config: EngineConfig, measured: Measured, num_requests: int) -> dict[str, float]:
@@ -443,13 +435,12 @@ def main() -> None:
     figures = {}
     for layout in options.layout:
         if options.recorded:
-            recording = msgspec.json.decode(
-                file_of(options.recorded, layout).read_bytes(), type=Recording
-            )
+            path = file_of(options.recorded, layout)
+            recording = msgspec.json.decode(path.read_bytes(), type=Recording)
         else:
-            recording = record(layout, options)
-        if options.record:
-            save(recording, file_of(options.record, layout))
+            for recording in record(layout, options):
+                if options.record:
+                    save(recording, file_of(options.record, layout))
         figures[layout] = predict(layout, recording)
     missed = [
         f"{layout}, {one}: {figure}"

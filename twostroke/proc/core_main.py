@@ -179,6 +179,8 @@ class CoreProcess:
             idle = core.num_in_flight == 0 and not core.has_work()
             if idle and self.config.check:
                 core.check_integrity()
+            if idle and self.tracer:
+                self.tracer.flush()  # so that who reads a trace meanwhile has all of it
             self._take_inbox(wait=idle)
             plan = self._begin()
             if plan is None:
