@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import mul
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -24,6 +25,7 @@ from twostroke.cost_spread import StepSpread
 from twostroke.errors import ConfigError
 
 _T = TypeVar("_T", float, Float64s)
+_FEW_ROWS = 32  # for which Python's sums are faster than NumPy's
 
 # ---------------------------------------------------------------- steps
 
@@ -41,6 +43,10 @@ class StepWork(NamedTuple):
     @classmethod
     def of_rows(cls, num_computed: Int32s, num_scheduled: Int32s, num_sampled: int) -> "StepWork":
         """The work of a plan's columns: tokens in place, and tokens to run, by row."""
+        if len(num_scheduled) <= _FEW_ROWS:
+            contexts, tokens = num_computed.tolist(), num_scheduled.tolist()
+            products = sum(map(mul, tokens, contexts)) + sum(map(mul, tokens, tokens)) / 2
+            return cls(sum(tokens), len(tokens), num_sampled, sum(contexts), products)
         computed = num_computed.astype(np.float64)
         scheduled = num_scheduled.astype(np.float64)
         num_tokens = float(np.add.reduce(scheduled))

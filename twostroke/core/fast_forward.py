@@ -12,11 +12,12 @@ Blocks are taken in the order of the single steps, and within a step in row orde
 free list and the prefix cache come out the same.
 """
 
-import copy
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
+from twostroke.arrays import ONE, ZERO, are_same, least, ones, places, total
 from twostroke.core.request import Request
 from twostroke.core.state import EngineState
 from twostroke.core.step import Step
@@ -41,15 +42,15 @@ def skippable_turns(state: EngineState) -> int:
     if _may_admit(state) or (state.in_flight and not _is_plain(state, state.in_flight[0])):
         return 0
     seats, slots, num_due = state.seats, state.running, len(state.in_flight)
-    known = seats.known[slots]
+    known, placeholders = seats.known[slots], seats.placeholders[slots]
     if (
-        np.count_nonzero(seats.computed[slots] - known != num_due - 1)
-        or np.count_nonzero(seats.placeholders[slots] != num_due)
+        np.count_nonzero(placeholders != (ONE if num_due else ZERO))
+        or not are_same(seats.computed[slots] + ONE, known + placeholders)
         or np.count_nonzero(seats.special[slots])
     ):
         return 0
     left = seats.stop_at[slots] - known
-    turns = int(np.minimum.reduce(left))
+    turns = least(left)
     if turns > 0 and not _ends_are_plain(state, slots[left == turns]):
         turns -= 1
     return _turns_with_blocks(state, turns) if turns > 0 else 0
@@ -61,10 +62,13 @@ def _ends_are_plain(state: EngineState, ending: Int64s) -> bool:
     if state.connector is not None:
         return False
     # A length limit of the engine's does not keep the scheduler from beginning one more step.
-    if state.in_flight and np.count_nonzero(seats.end[ending] != seats.stop_at[ending]):
+    if state.in_flight and not are_same(seats.end[ending], seats.stop_at[ending]):
         return False
-    requests = (state.request_at(slot) for slot in ending.tolist())
-    return all(request.min_tokens <= request.max_tokens for request in requests)
+    for slot in ending.tolist():
+        request = state.request_at(slot)
+        if request.min_tokens > request.max_tokens:
+            return False
+    return True
 
 
 def _may_admit(state: EngineState) -> bool:
@@ -81,16 +85,23 @@ def _may_admit(state: EngineState) -> bool:
 def _is_plain(state: EngineState, step: Step) -> bool:
     """Whether the step samples a token of each running request, in order."""
     return (
-        np.count_nonzero(step.samples) == len(step.slots) == state.num_running
-        and not np.count_nonzero(step.slots != state.running)
-        and not np.count_nonzero(step.uids != state.seats.uid[step.slots])
+        np.count_nonzero(step.samples) == len(step.slots)
+        and are_same(step.slots, state.running)
+        and are_same(step.uids, state.seats.uid[step.slots])
     )
 
 
 def ends_in(state: EngineState, turns: int) -> bool:
     """Whether requests end in the last of these turns, which are at most `skippable_turns`."""
     seats, slots = state.seats, state.running
-    return int(np.minimum.reduce(seats.stop_at[slots] - seats.known[slots])) == turns
+    return least(seats.stop_at[slots] - seats.known[slots]) == turns
+
+
+def first_due(state: EngineState) -> Int64s:
+    """Seats of requests that get their first token in the next turn."""
+    seats, slots = state.seats, state.running
+    due: Int64s = slots[seats.known[slots] == seats.num_prompt[slots]]
+    return due
 
 
 def _growth(state: EngineState, turns: int | Int32s) -> Int32s:
@@ -103,7 +114,7 @@ def _growth(state: EngineState, turns: int | Int32s) -> Int32s:
 
 def blocks_taken(state: EngineState, turns: int) -> int:
     """Blocks that all running requests take within so many turns."""
-    return int(np.add.reduce(_growth(state, turns)))
+    return total(_growth(state, turns))
 
 
 def _turns_with_blocks(state: EngineState, turns: int) -> int:
@@ -137,11 +148,11 @@ def skip(state: EngineState, turns: int, token_ids: Int32s) -> Skipped:
     """
     seats, slots = state.seats, state.running
     known = seats.known[slots]
-    ends = seats.stop_at[slots] - known == turns
-    has_ends = np.count_nonzero(ends) > 0
+    left = seats.stop_at[slots] - known
+    ends = left == turns if least(left) == turns else None
     # A step behind the one that certainly ends a request has no row of it.
-    late = ends if state.in_flight else np.zeros_like(ends)
-    begun = turns - late.astype(np.int32)
+    late = ends if state.in_flight else None
+    begun = turns if late is None else turns - late.astype(np.int32)
     # Tokens first: the keys of the blocks that get full are made of them.
     for slot, end, token in zip(slots.tolist(), known.tolist(), token_ids.tolist(), strict=True):
         seats.tokens[slot, end : end + turns] = token
@@ -153,18 +164,19 @@ def skip(state: EngineState, turns: int, token_ids: Int32s) -> Skipped:
     if state.in_flight:
         step = state.in_flight[0]
         step.number += turns
-        step.num_computed = computed - 1
-        step.num_scheduled = np.ones(len(slots), np.int32)
-        if has_ends:
+        step.num_computed = computed - ONE
+        step.num_scheduled = ones(len(slots))
+        if ends is not None:
             _drop_rows(step, ends)
     freed = state.flush_freed_slots()
-    ended = []
-    if has_ends:
+    num_begun, ended = turns * len(slots), []
+    if ends is not None:
         ended = [state.request_at(slot) for slot in slots[ends].tolist()]
+        num_begun -= len(ended) if late is not None else 0
         for request in ended:
             state.finish(request, FinishReason.LENGTH)
         state.compact()
-    return Skipped(freed, int(np.add.reduce(begun)), ended)
+    return Skipped(freed, num_begun, ended)
 
 
 def _drop_rows(step: Step, dropped: Bools) -> None:
@@ -196,12 +208,13 @@ def _due_turns(first: Int32s, counts: Int32s, size: int) -> Int64s:
 
     `argsort(kind="stable")` puts them in the order of single turns, in which rows are in order.
     """
-    starts = first - size * (counts.cumsum() - counts)
-    due: Int64s = starts.repeat(counts) + size * np.arange(int(np.add.reduce(counts)))
+    ends = counts.cumsum()
+    due: Int64s = (first - size * (ends - counts)).repeat(counts)
+    due += size * places(len(due))
     return due
 
 
-def _take_blocks(state: EngineState, turns: Int32s) -> None:
+def _take_blocks(state: EngineState, turns: int | Int32s) -> None:
     seats, slots, size = state.seats, state.running, state.config.block_size
     counts = _growth(state, turns)
     grown = counts.nonzero()[0]
@@ -212,13 +225,13 @@ def _take_blocks(state: EngineState, turns: Int32s) -> None:
     tables = [state.request_at(slot).table for slot in lacking.tolist()]
     order = None
     if len(tables) > 1:
-        first = room - seats.computed[lacking] + 1
+        first = room - seats.computed[lacking] + ONE
         order = _due_turns(first, counts, size).argsort(kind="stable")
     state.kv.take_for(tables, counts.tolist(), order)
     seats.room[lacking] = room + counts * size
 
 
-def _register_blocks(state: EngineState, turns: int, late: Bools) -> None:
+def _register_blocks(state: EngineState, turns: int, late: Bools | None) -> None:
     """Enter the blocks that get full into the prefix cache, in order of turns, then rows.
 
     What a `late` row fills last is entered behind the others: when its last token is known.
@@ -227,20 +240,20 @@ def _register_blocks(state: EngineState, turns: int, late: Bools) -> None:
         return
     seats, slots, size = state.seats, state.running, state.config.block_size
     # In the last turn's begin, as the scheduler sees it.
-    full = seats.known[slots] + (turns - 1)
-    due = (full >= seats.register_at[slots]).nonzero()[0]
+    full, register_at = seats.known[slots] + (turns - 1), seats.register_at[slots]
+    due = (full >= register_at).nonzero()[0]
     if not len(due):
         return
-    slots, full, late = slots[due], full[due], late[due]
-    register_at = seats.register_at[slots]
-    counts = (full - register_at) // size + 1
-    first = np.maximum(register_at - full + turns, 1)
+    slots, full, register_at = slots[due], full[due], register_at[due]
+    counts = (full - register_at) // size + ONE
     seats.hash_blocks(slots, full)
     tables = [state.request_at(slot).table for slot in slots.tolist()]
 
     def in_order() -> Int64s:
+        first = np.maximum(register_at - full + turns, 1)
         at = _due_turns(first, counts, size)
-        at[late.repeat(counts) & (at == turns)] += 1
+        if late is not None:
+            at[late[due].repeat(counts) & (at == turns)] += 1
         order: Int64s = at.argsort(kind="stable")
         return order
 
@@ -258,7 +271,7 @@ class Outlook:
 
     def after(self, turns: int) -> EngineStats:
         """What the engine will say of itself when so many are over, and nothing was added."""
-        stats, tokens = copy.copy(self._stats), turns * self._state.num_running
+        stats, tokens = msgspec.structs.replace(self._stats), turns * self._state.num_running
         stats.kv_usage = self._state.kv.usage_with(blocks_taken(self._state, turns))
         stats.num_steps += turns
         stats.step_tokens += tokens

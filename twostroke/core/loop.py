@@ -13,12 +13,13 @@ tell which. Counters advance when a plan is begun, so the next one may be begun 
 the last are known.
 """
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from twostroke.arrays import total
 from twostroke.clock import Clock
 from twostroke.config import SchedulerConfig
 from twostroke.connector.base import KvConnectorScheduler
@@ -218,7 +219,7 @@ class EngineCore:
 
     def _note_step(self, step: Step, now: float) -> None:
         self._stats.num_steps += 1
-        self._stats.step_tokens += int(np.add.reduce(step.num_scheduled))
+        self._stats.step_tokens += total(step.num_scheduled)
         for request in step.preempted:
             self._events.append((request.handle, EventKind.PREEMPTED, now))
         for finished in step.ended:
@@ -283,7 +284,7 @@ class EngineCore:
                 self._handoffs.report_chunks(step)
             self._settle(now)
         self._stats.prompt_tokens += outcome.num_prompt_tokens
-        self._stats.generation_tokens += int(np.add.reduce(outcome.num_kept))
+        self._stats.generation_tokens += total(outcome.num_kept)
         if len(result.num_verified):
             self._count_drafts(result, outcome)
         outputs = self._drain(now)
@@ -320,8 +321,8 @@ class EngineCore:
     @property
     def first_tokens_due(self) -> list[int]:
         """Handles of requests that get their first token in the next of `skippable_turns`."""
-        seats, slots = self.state.seats, self.state.running
-        due: list[int] = seats.handle[slots[seats.known[slots] == seats.num_prompt[slots]]].tolist()
+        slots = fast_forward.first_due(self.state)
+        due: list[int] = self.state.seats.handle[slots].tolist()
         return due
 
     def skip(self, turns: int, token_ids: Int32s, *, report: KvReport | None = None) -> list[int]:
@@ -411,7 +412,7 @@ class EngineCore:
         state, stats = self.state, self._stats
         stats.num_running = state.num_running
         stats.num_loading = state.queues.num_blocked
-        stats.num_waiting = len(state.queues)
+        stats.num_waiting = state.num_waiting
         stats.kv_usage = state.kv.usage
         stats.num_preemptions = state.num_preemptions
         stats.prefix_cache_queries = state.num_prefix_queries
@@ -423,7 +424,7 @@ class EngineCore:
             stats.num_expired_leases = counts.num_expired_leases
             stats.num_failed_loads = counts.num_failed_loads
             stats.num_unknown_transfers = counts.num_unknown_transfers
-        return copy.copy(stats)
+        return msgspec.structs.replace(stats)
 
     def outlook(self) -> fast_forward.Outlook:
         """What `stats` will be in turns to come, before one in which requests end."""
@@ -431,9 +432,7 @@ class EngineCore:
 
     def _prompts_due(self) -> int:
         """Prompt tokens of the requests of `first_tokens_due`."""
-        seats, slots = self.state.seats, self.state.running
-        prompts = seats.num_prompt[slots]
-        return sum(prompts[seats.known[slots] == prompts].tolist())
+        return total(self.state.seats.num_prompt[fast_forward.first_due(self.state)])
 
     def slots(self) -> list[dict[str, Any]]:
         """What each live request does: state, tokens done and in all, blocks, age in seconds."""

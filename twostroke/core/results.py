@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from twostroke.arrays import ONE, ZERO, are_same, ones, places
 from twostroke.core.load_failures import fail_loads
 from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
@@ -53,8 +54,10 @@ class Results:
             failed_loads = fail_loads(self._state, step, result.kv)
         errors = {error.row: error.error for error in result.errors}
         if rows:
-            starts = result.num_sampled.cumsum(dtype=np.int64)
-            starts -= result.num_sampled
+            starts = places(rows)
+            if not are_same(result.num_sampled, ones(rows)):
+                starts = result.num_sampled.cumsum(dtype=np.int64)
+                starts -= result.num_sampled
             slow = self._apply_plain(step, result, starts, outcome, failed_loads, errors)
             for row in slow:
                 self._apply_row(step, result, row, int(starts[row]), outcome, failed_loads, errors)
@@ -82,16 +85,16 @@ class Results:
     ) -> list[int]:
         """Append the token of each row that needs nothing else; returns the other rows."""
         seats = self._state.seats
-        slots, sampled = step.slots, result.num_sampled
-        is_one = sampled == 1
-        plain = is_one & (seats.uid[slots] == step.uids) & ~seats.special[slots]
+        slots, sampled, tokens = step.slots, result.num_sampled, result.token_ids
+        after = seats.known[slots] + ONE
+        plain = after < seats.stop_at[slots]
+        plain &= seats.uid[slots] == step.uids
+        plain &= ~seats.special[slots]
         if self._state.config.num_spec_tokens:
-            plain &= step.num_drafts == 0
-        tokens = result.token_ids
-        if np.count_nonzero(is_one) < len(is_one):
+            plain &= step.num_drafts == ZERO
+        if not are_same(sampled, ones(len(slots))):
+            plain &= sampled == ONE
             tokens = np.append(tokens, np.int32(0))[np.minimum(starts, len(tokens))]
-        after = seats.known[slots] + 1
-        plain &= after < seats.stop_at[slots]
         if seats.have_stop_ids:
             plain &= ~seats.may_stop(tokens)
         for request in failed_loads.values():
@@ -100,18 +103,18 @@ class Results:
             plain[row] = False
         slow: list[int] = []
         if np.count_nonzero(plain) < len(plain):
-            rest = ~plain & (sampled > 0)
+            rest = ~plain & (sampled > ZERO)
             rest[list(errors)] = True
             slow = rest.nonzero()[0].tolist()
             slots, tokens, after = slots[plain], tokens[plain], after[plain]
-        seats.tokens[slots, after - 1] = tokens
+        seats.tokens[slots, after - ONE] = tokens
         seats.known[slots] = after
-        first = after == seats.num_prompt[slots] + 1
+        first = after == seats.num_prompt[slots] + ONE
         if np.count_nonzero(first):
             outcome.first_tokens += seats.handle[slots[first]].tolist()
             outcome.num_prompt_tokens += int(seats.num_prompt[slots[first]].sum())
         if self._async:
-            pending = seats.placeholders[slots] - 1
+            pending = seats.placeholders[slots] - ONE
             seats.placeholders[slots] = pending
             full = np.minimum(seats.computed[slots] - pending, after)
             fills = full >= seats.register_at[slots]
@@ -249,7 +252,7 @@ class Results:
 
 def handles_of(step: Step, outcome: Outcome) -> tuple[Int64s, Int32s]:
     """Handles and token counts of the rows that kept tokens."""
-    kept = outcome.num_kept > 0
+    kept = outcome.num_kept > ZERO
     if np.count_nonzero(kept) == len(kept):
         return step.handles, outcome.num_kept
     return step.handles[kept], outcome.num_kept[kept]

@@ -12,6 +12,7 @@ from enum import Enum
 
 import numpy as np
 
+from twostroke.arrays import ONE, ZERO, total
 from twostroke.core.ended_loads import break_deadlock, end_load, give_up, take_from_ended_load
 from twostroke.core.policy import (
     MAX_STALLS,
@@ -26,6 +27,8 @@ from twostroke.core.state import EngineState
 from twostroke.core.step import Admission, Step
 from twostroke.kv.blocks import NO_BLOCKS
 from twostroke.messages import Bools, Int32s, Int64s
+
+_TWO = np.array(2, np.int32)
 
 
 class _Verdict(Enum):
@@ -51,6 +54,7 @@ class Scheduler:
         self._sends_seen = 0
         self.num_steps = 0
         self._admitted_counts: list[int] = []
+        self._last_place = np.array(self.config.max_model_len - 1, np.int32)
         least_lost = self.config.preemption == "least_lost"
         self._victim = least_lost_victim if least_lost else last_victim
 
@@ -111,20 +115,20 @@ class Scheduler:
         wanted -= computed
         if config.long_prefill_token_threshold > 0:
             np.minimum(wanted, config.long_prefill_token_threshold, out=wanted)
-        np.minimum(wanted, config.max_model_len - 1 - computed, out=wanted)
+        np.minimum(wanted, self._last_place - computed, out=wanted)
         if self.state.in_flight:  # a step that certainly ends these
-            wanted[(pending > 0) & (computed - pending >= seats.end[slots] - 2)] = 0
-        np.maximum(wanted, 0, out=wanted)
-        total = int(np.add.reduce(wanted))
-        if not total:
+            wanted[(pending > ZERO) & (computed - pending >= seats.end[slots] - _TWO)] = 0
+        np.maximum(wanted, ZERO, out=wanted)
+        in_all = total(wanted)
+        if not in_all:
             return None
-        if total > step.budget:
-            before, total = wanted.cumsum() - wanted, step.budget
-            wanted = np.clip(total - before, 0, wanted).astype(np.int32)
+        if in_all > step.budget:
+            before, in_all = wanted.cumsum() - wanted, step.budget
+            wanted = np.minimum(np.maximum(in_all - before, 0), wanted).astype(np.int32)
         after = needed = computed + wanted
         if self.state.lookahead:
             needed = np.minimum(after + self.state.lookahead, config.max_model_len)
-        active = wanted > 0
+        active = wanted > ZERO
         short = (needed > seats.room[slots]) & active
         if config.sliding_window is not None:
             short |= (computed >= seats.window_at[slots]) & active
@@ -138,9 +142,9 @@ class Scheduler:
                 self.state.register_blocks(slots[fills], full[fills])
         counts[start : start + stop] = wanted[:stop]
         if stop == len(slots):
-            step.budget -= total
+            step.budget -= in_all
             return None
-        step.budget -= int(np.add.reduce(wanted[:stop]))
+        step.budget -= total(wanted[:stop])
         counts[start + stop] = wanted[stop]
         return start + stop
 
@@ -157,7 +161,7 @@ class Scheduler:
         lacking = slots[places]
         missing = needed[places] - seats.room[lacking]
         counts = (missing + (kv.block_size - 1)) // kv.block_size
-        if not kv.windowed and int(np.add.reduce(counts)) <= kv.num_free:
+        if not kv.windowed and total(counts) <= kv.num_free:
             seats.room[lacking] += counts * kv.block_size
             tables = [self.state.request_at(slot).table for slot in lacking.tolist()]
             step.grown.update(
@@ -430,12 +434,17 @@ class Scheduler:
         seats = self.seats
         admitted = len(step.admitted)
         if admitted:
-            counts = np.concatenate((counts, np.array(self._admitted_counts, np.int32)))
+            own = np.array(self._admitted_counts, np.int32)
+            counts = np.concatenate((counts, own)) if len(counts) else own
             self._admitted_counts.clear()
+        slots, count = self.state.running, counts
         chosen = counts.nonzero()[0]
         if not len(chosen):
             return
-        slots, count = self.state.running[chosen], counts[chosen]
+        if len(chosen) < len(counts) or len(counts) < len(slots):
+            slots, count = slots[chosen], counts[chosen]
+        else:
+            slots = slots.copy()
         computed = seats.computed[slots]
         pending = seats.placeholders[slots]
         due = seats.known[slots] + pending
@@ -450,7 +459,8 @@ class Scheduler:
             np.minimum(behind, seats.num_drafts[slots], out=step.num_drafts)
             seats.num_drafts[slots] = 0
         if self.config.async_scheduling:
-            seats.placeholders[slots] = pending + samples * (1 + step.num_drafts)
+            more = samples * (ONE + step.num_drafts) if self.config.num_spec_tokens else samples
+            seats.placeholders[slots] = pending + more
             if self.config.num_spec_tokens:
                 sampling = slots[samples]
                 seats.num_drafts[sampling] = self.config.num_spec_tokens

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from twostroke.arrays import most
 from twostroke.core.request import Request, append_tokens
 from twostroke.kv.manager import KvManager
 from twostroke.kv.prefix import LANES
@@ -144,7 +145,7 @@ class Seats:
         """Extend prefix keys of these seats over the full blocks of their first `up_to` tokens."""
         size = self._kv.block_size
         first = self.num_keys[slots]
-        if int(np.maximum.reduce(up_to // size - first)) >= len(slots):
+        if 2 * most(up_to // size - first) >= len(slots):
             for slot, start, end in zip(
                 slots.tolist(), first.tolist(), up_to.tolist(), strict=True
             ):

@@ -92,6 +92,11 @@ class EngineState:
         return int(self.mean_output_tokens)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests without a seat: those in the queues."""
+        return len(self.requests) - self.num_running
+
+    @property
     def num_seats_taken(self) -> int:
         """Seats of running requests, and those that hand-offs to us will take."""
         return self.num_running + len(self.loading) + len(self.loaded)

@@ -28,17 +28,13 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.num_free = num_blocks - 1
+        self.num_usable = self.num_free = num_blocks - 1
         self.references: Int32s = np.zeros(num_blocks, np.int32)
         self._queue: Int64s = np.empty(2 * num_blocks + _SLACK_ENTRIES, np.int64)
         self._queue[: self.num_free] = np.arange(1, num_blocks)
         self._places = np.arange(len(self._queue))
         self._place_of = np.arange(-1, num_blocks - 1)  # of a block's entry in the queue
         self._head, self._tail = 0, self.num_free
-
-    @property
-    def num_usable(self) -> int:
-        return self.num_blocks - 1
 
     def take(self, count: int) -> Int64s:
         """The `count` blocks at the front, each with one reference. There must be that many."""
