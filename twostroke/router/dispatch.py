@@ -43,6 +43,7 @@ from twostroke.router.policy import RoutingPolicy
 __all__ = ["FIRST_OWN_HANDLE", "DispatchSettings", "Dispatcher", "Role"]
 
 _RENEWALS = 3  # of a lease, before it would end
+_WATCHED = (EventKind.FIRST_TOKEN, EventKind.LOADING)
 _NESTED = 0.9  # the share of what is left of a deadline that the next hop gets
 
 
@@ -196,7 +197,8 @@ class Dispatcher:
     def _place_waiting(self) -> None:
         """Send what has room now, in order. The last thing that most public methods do."""
         self.fleet.switch_drained()
-        self._legs.introduce(self._clock.now())
+        if self.fleet.may_introduce(now_s := self._clock.now()):
+            self._legs.introduce(now_s)
         while self._waiting and self.can_decode:
             try:
                 if not self._place(self._waiting[0]):
@@ -280,13 +282,9 @@ class Dispatcher:
             self._on_received(it, received)
         for ready in outputs.kv_ready:
             self._on_ready(it, ready)
-        finished = outputs.finished
-        ended = [leg for end in finished if (leg := self._legs.get(it, end.handle))]
-        ends = [told for end in finished if (told := self._on_end(it, end))]
+        ended = self._on_ends(it, outputs) if outputs.finished else []
         if special := self._legs.special[engine]:
             outputs = translated(outputs, special)
-        if ends != finished:
-            outputs.finished = ends
         for leg in begun:
             self._legs.pass_untouched(leg)
         for leg in ended:
@@ -295,21 +293,22 @@ class Dispatcher:
         return self._with_ours(outputs)
 
     def _with_ours(self, outputs: EngineOutputs) -> EngineOutputs:
+        if not self._events and not self._ends:
+            return outputs
         events, ends, self._events, self._ends = self._events, self._ends, [], []
         return with_more(outputs, events, ends)
 
     def _on_events(self, engine: Engine, events: Events) -> list[Leg]:
         """Returns the legs that have their first token."""
-        kinds = events.kinds
-        first = events.handles[kinds == EventKind.FIRST_TOKEN].tolist()
-        begun = [leg for handle in first if (leg := self._legs.get(engine, handle))]
+        begun, loading = list[Leg](), list[Leg]()
+        for handle, kind in zip(events.handles.tolist(), events.kinds.tolist(), strict=True):
+            if kind in _WATCHED and (leg := self._legs.get(engine, handle)):
+                (begun if kind == EventKind.FIRST_TOKEN else loading).append(leg)
         for leg in begun:
             self._legs.first_token(leg)
-        if self.settings.kv_mode == "stream":
-            for handle in events.handles[kinds == EventKind.LOADING].tolist():
-                leg = self._legs.get(engine, handle)
-                if leg is not None and leg.is_open and leg.job.source is not None:
-                    self._start_stream(leg.job, engine, leg.job.source)
+        for leg in loading if self.settings.kv_mode == "stream" else ():
+            if leg.is_open and leg.job.source is not None:
+                self._start_stream(leg.job, engine, leg.job.source)
         return begun
 
     def _start_stream(self, job: Job, reader: Engine, source: Engine) -> None:
@@ -363,6 +362,13 @@ class Dispatcher:
         self.counters.transfer_bytes += received.num_bytes
         self.counters.transfer_messages += received.num_messages
         self.counters.transfer_s += received.moving_s
+
+    def _on_ends(self, engine: Engine, outputs: EngineOutputs) -> list[Leg]:
+        """Leaves of the ends what clients are to know of; returns the legs that have ended."""
+        legs = [self._legs.get(engine, end.handle) for end in outputs.finished]
+        told = [self._on_end(engine, end) for end in outputs.finished]
+        outputs.finished = [end for end in told if end is not None]
+        return [leg for leg in legs if leg is not None]
 
     def _on_end(self, engine: Engine, end: Finished) -> Finished | None:
         """The end of a leg; returns what its client is to know of it."""
@@ -458,8 +464,10 @@ class Dispatcher:
         """When `on_time` is to be called next, on the clock; None: not until something happens."""
         if self._ends:
             return self._clock.now()
-        times = (self._deadlines.next_s(), self._renew_at_s)
-        return min((time_s for time_s in times if time_s is not None), default=None)
+        renew_at_s, due_s = self._renew_at_s, self._deadlines.next_s()
+        if renew_at_s is None or due_s is None:
+            return due_s if renew_at_s is None else renew_at_s
+        return min(renew_at_s, due_s)
 
     def on_time(self) -> EngineOutputs | None:
         """Do what is due: renew leases, give up what is late. Returns what clients are to know."""

@@ -207,6 +207,7 @@ class Fleet:
         self.engines: dict[int, Engine] = {}
         self._pairs: dict[tuple[int, str], EnginePair] = {}  # reader's index, engine id
         self._look_at_s = 0.0  # when somebody may have to be introduced
+        self._is_draining = False  # whether some engine may have another role to come
 
     def __getitem__(self, index: int) -> Engine:
         return self.engines[index]
@@ -244,10 +245,12 @@ class Fleet:
         """Roles, states or links have changed: there may be somebody to introduce."""
         self._look_at_s = 0.0
 
+    def may_introduce(self, now_s: float) -> bool:
+        """Whether there may be `introductions`."""
+        return now_s >= self._look_at_s
+
     def introductions(self, now_s: float) -> Iterator[tuple[Engine, KvEndpoint]]:
         """Readers with endpoints that they may read from and were not told of, or were in vain."""
-        if now_s < self._look_at_s:
-            return
         self._look_at_s = math.inf
         sources = self.with_role("prefill", "both")
         for reader, other in itertools.product(self.with_role("decode", "both"), sources):
@@ -290,17 +293,20 @@ class Fleet:
         if it.state == "loading" or role in (it.role, "both"):  # nothing has to end for it
             it.role, it.next_role = role, None
         else:
-            it.next_role = role
+            it.next_role, self._is_draining = role, True
         if it.state != "loading":
             it.state = "draining" if it.next_role else "ready"
         self.look_again()
 
     def switch_drained(self) -> None:
         """Engines that have drained get their new roles."""
+        if not self._is_draining:
+            return
         for engine in self:
             if engine.next_role is not None and engine.is_idle:
                 engine.role, engine.next_role, engine.state = engine.next_role, None, "ready"
                 self.look_again()
+        self._is_draining = any(engine.next_role is not None for engine in self)
 
     def died(self, engine: Engine, error: str) -> None:
         """An engine is gone, and what it measured. The last one that decodes keeps its role."""

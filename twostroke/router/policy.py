@@ -25,6 +25,7 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,6 +104,8 @@ class PrefixIndex:
     def match(self, keys: Sequence[int]) -> int:
         """How many leading blocks it holds."""
         last, low, high = self._last, 0, len(keys)
+        if not high or keys[0] not in last:  # most often
+            return 0
         while low < high:
             middle = (low + high) // 2
             if keys[middle] in last:
@@ -117,9 +120,9 @@ class PrefixIndex:
             return
         number = self._prompts[-1][0] + 1 if self._prompts else 0
         last, before = self._last, len(self._last)
-        last.update(dict.fromkeys(keys[:FINE_BLOCKS], number))
+        last.update(zip(keys[:FINE_BLOCKS], repeat(number)))
         fine = len(last) - before
-        last.update(dict.fromkeys(keys[FINE_BLOCKS:], number))
+        last.update(zip(keys[FINE_BLOCKS:], repeat(number)))
         self._num_blocks += fine + COARSE * (len(last) - before - fine)
         self._prompts.append((number, keys, 0))
         self._num_listed += len(keys)
@@ -129,25 +132,40 @@ class PrefixIndex:
             self._list_anew()
 
     def _forget_oldest(self) -> None:
-        last = self._last
-        while self._prompts and self._num_blocks > self.capacity:
+        while self._prompts and (excess := self._num_blocks - self.capacity) > 0:
             number, keys, before = self._prompts.popleft()
             self._num_listed -= len(keys)
-            left = len(keys)
-            while left and self._num_blocks > self.capacity:
-                left -= 1
-                if last.get(key := keys[left]) == number:
-                    del last[key]
-                    self._num_blocks -= 1 if before + left < FINE_BLOCKS else COARSE
-            if left:
+            stale = self._num_stale(number, keys)
+            # Of its own keys the last ones go: all, or as many as make up for the excess.
+            coarse = max(len(keys) - max(FINE_BLOCKS - before, stale), 0)
+            dropped = -(-excess // COARSE)
+            if dropped > coarse:
+                dropped = min(coarse + excess - coarse * COARSE, len(keys) - stale)
+            left = len(keys) - dropped
+            for key in keys[left:]:
+                self._last.pop(key, None)
+            coarse = min(coarse, dropped)
+            self._num_blocks -= coarse * COARSE + dropped - coarse
+            if left > stale:
                 self._prompts.appendleft((number, keys[:left], before))
                 self._num_listed += left
+
+    def _num_stale(self, number: int, keys: Sequence[int]) -> int:
+        """How many of a prompt's keys a later one had too: they are its first ones."""
+        last, low, high = self._last, 0, len(keys)
+        while low < high:
+            middle = (low + high) // 2
+            if last.get(keys[middle]) == number:
+                high = middle
+            else:
+                low = middle + 1
+        return low
 
     def _list_anew(self) -> None:
         """Without what later prompts had too: of each the keys up to some one."""
         listed, self._prompts, self._num_listed = self._prompts, deque(), 0
         for number, keys, before in listed:
-            stale = sum(self._last.get(key) != number for key in keys)
+            stale = self._num_stale(number, keys)
             if own := keys[stale:]:
                 self._prompts.append((number, own, before + stale))
                 self._num_listed += len(own)
@@ -158,7 +176,7 @@ class PrefixIndex:
         self._num_blocks = self._num_listed = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class _Engine:
     prefixes: PrefixIndex = field(default_factory=lambda: PrefixIndex(MAX_INDEX_BLOCKS))
     prefill_tokens: int = 0
@@ -166,7 +184,7 @@ class _Engine:
     stats: EngineStats = field(default_factory=EngineStats)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Sent:
     engine: int
     prefill_tokens: int  # 0 once it has its first token
@@ -215,19 +233,21 @@ class RoutingPolicy:
         loads = {i: self.load(i) for i in candidates}
         bound = MAX_IMBALANCE * min(loads.values()) + SLACK_TOKENS
         count = max(loads) + 1
-
-        def score(engine: int) -> tuple[float, float, int]:
-            load = loads[engine]
-            return load - self.cached_tokens(engine, keys), load, (engine - self._first) % count
-
-        return min((i for i, load in loads.items() if load <= bound), key=score)
+        scores = [
+            (load - self.cached_tokens(i, keys), load, (i - self._first) % count, i)
+            for i, load in loads.items()
+            if load <= bound
+        ]
+        return min(scores)[-1]
 
     def load(self, engine: int) -> float:
         """Tokens of work outstanding there, as the module's formula has it."""
         if (it := self._engines.get(engine)) is None:
             return 0
-        waiting = min(it.stats.num_waiting, it.num_requests)  # what has ended waits no more
-        crowding = waiting * 6 * max(0.0, it.stats.kv_usage - 0.5)
+        crowding, stats = 0.0, it.stats
+        if stats.num_waiting and stats.kv_usage > 0.5:
+            waiting = min(stats.num_waiting, it.num_requests)  # what has ended waits no more
+            crowding = waiting * 6 * (stats.kv_usage - 0.5)
         return it.prefill_tokens + DECODE_TOKENS * (it.num_requests + crowding)
 
     def prefill_tokens(self, engine: int) -> int:
