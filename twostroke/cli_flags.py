@@ -6,9 +6,12 @@ value gives the same message from a flag, a file or the environment.
 
 import dataclasses
 import functools
+import gc
 import inspect
+import os
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -46,6 +49,21 @@ class EngineFlags:
     def resolve(self) -> tuple[EngineConfig, list[Explained]]:
         """Merge with file, environment and defaults. Raises ConfigError."""
         return config.resolve(self.given, config_file=self.config_file)
+
+
+@contextmanager
+def one_shot() -> Iterator[None]:
+    """Around a command that computes in one thread, prints and ends, before it imports NumPy.
+
+    NumPy's threads spin for 50 ms at their start, and nothing here multiplies large matrices; and
+    next to nothing is garbage in cycles, but what lives is walked in vain in each collection.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def with_engine_flags(
@@ -113,6 +131,8 @@ def _typed_option(field: "dataclasses.Field[Any]", kind: Any) -> inspect.Paramet
     """A flag that typer itself converts and bounds."""
     flag = "--" + field.name.replace("_", "-")
     default = field.default
+    if default is True:
+        flag += f"/--no-{flag[2:]}"
     if field.default_factory is not dataclasses.MISSING:  # a list: the flag may be repeated
         default = field.default_factory()
     info = typer.Option(

@@ -8,10 +8,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from twostroke.cli_flags import one_shot
+
 Json = Annotated[bool, typer.Option("--json", help="print nothing but one JSON object")]
 Html = Annotated[Path | None, typer.Option("--html", help="also write a report to this file")]
 
 
+@one_shot()
 def plan(
     model: Annotated[
         str, typer.Option(help="a known name, a config.json, a model directory or a .gguf file")

@@ -4,13 +4,14 @@ from typing import Annotated
 
 import typer
 
-from twostroke.cli_flags import with_flags_of
+from twostroke.cli_flags import one_shot, with_flags_of
 from twostroke.twin.options import TwinOptions
 
 Json = Annotated[bool, typer.Option("--json", help="one JSON object as the last line")]
 
 
 @with_flags_of(TwinOptions)
+@one_shot()
 def twin(options: TwinOptions, json: Json = False) -> None:
     """Simulate a deployment under a load with the engine's own scheduler, and say what binds.
 
@@ -19,11 +20,12 @@ def twin(options: TwinOptions, json: Json = False) -> None:
     """
     from twostroke.errors import ConfigError
     from twostroke.twin.deploy import scenario_of
-    from twostroke.twin.figures import recorded, summary, text_report
+    from twostroke.twin.figures import figures_of, recorded, summary, text_report
     from twostroke.twin.scenario import simulate
 
     result = simulate(scenario_of(options))
-    print(text_report(result, goodput=options.goodput))
+    figures = figures_of(result, goodput=options.goodput)
+    print(text_report(result, figures))
     try:
         if options.html is not None:
             from twostroke.twin.page import write_page
@@ -46,6 +48,6 @@ def twin(options: TwinOptions, json: Json = False) -> None:
         from twostroke.plan.twin_observation import observe
 
         seen = observe(result).as_dict()  # what `twostroke diagnose` reads
-        print(json_line(summary(result, goodput=options.goodput) | {"observation": seen}))
+        print(json_line(summary(result, figures) | {"observation": seen}))
     if not result.done.any():
         raise typer.Exit(1)

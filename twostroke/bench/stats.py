@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from twostroke.arrays import Float64s, Int64s
+from twostroke.arrays import Float64s, Int64s, quantiles
 from twostroke.errors import ConfigError
 
 if TYPE_CHECKING:  # it brings an HTTP client, which a run that was simulated does not need
@@ -159,7 +159,7 @@ def _moments(
 ) -> tuple[float, float, list[float]]:
     """Mean, standard deviation and percentiles of values that came `counts` times (None: once)."""
     if counts is None:
-        cuts: list[float] = np.percentile(values, percentiles).tolist()
+        cuts = quantiles(values, [percentile / 100 for percentile in percentiles])
         return float(values.mean()), float(values.std()), cuts
     total = int(counts.sum())
     mean = float((values * counts).sum() / total)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from twostroke.arrays import quantiles
 from twostroke.config import SchedulerConfig
 from twostroke.cost import BandwidthCurve
 from twostroke.plan.candidates import kv_layout, link_of
@@ -74,9 +75,9 @@ def summarise(question: Question, result: Result, rate_per_s: float) -> Checked:
         goodput_per_s=rate_per_s * attainment,
         throughput_per_s=result.request_rate,
         ttft_mean_s=float(ttft_s.mean()) if len(ttft_s) else float("inf"),
-        ttft_p99_s=float(np.quantile(ttft_s, 0.99)) if len(ttft_s) else float("inf"),
+        ttft_p99_s=quantiles(ttft_s, [0.99])[0] if len(ttft_s) else float("inf"),
         tpot_mean_s=float(known_tpot_s.mean()) if len(known_tpot_s) else 0.0,
-        tpot_p99_s=float(np.quantile(known_tpot_s, 0.99)) if len(known_tpot_s) else 0.0,
+        tpot_p99_s=quantiles(known_tpot_s, [0.99])[0] if len(known_tpot_s) else 0.0,
         preemptions=int(result.num_preemptions.sum()),
         num_requests=len(done),
         failed=len(result.errors),

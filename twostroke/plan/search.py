@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from twostroke.advice import closed_form as forms
+from twostroke.arrays import quantiles
 from twostroke.plan.analysis import STABLE, WAITS, Analysis, analyse
 from twostroke.plan.candidates import Unfit, layouts, link_of, size_engines
 from twostroke.plan.check import Checked, check
@@ -265,8 +266,8 @@ def ratio_interval(question: Question, layout: Layout) -> tuple[float, tuple[flo
         again = analyse(layout, demand.resampled(random), None, tpot_slo_s=question.slo.tpot_s)
         slower = np.exp(question.cost_error * random.standard_normal(2))
         found.append(_balance_of(again, layout, (float(slower[0]), float(slower[1]))))
-    low, high = np.quantile(found, (0.05, 0.95))
-    return balance(question, layout), (float(low), float(high))
+    low, high = quantiles(np.array(found), [0.05, 0.95])
+    return balance(question, layout), (low, high)
 
 
 def what_if(question: Question, option: Option) -> list[Change]:

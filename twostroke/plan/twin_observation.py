@@ -5,7 +5,7 @@ import numpy as np
 from twostroke.advice.closed_form import batch_elasticity
 from twostroke.advice.figures import over
 from twostroke.advice.observation import UNKNOWN, Observation
-from twostroke.arrays import Float64s
+from twostroke.arrays import Float64s, quantiles
 from twostroke.cost import BandwidthCurve, StepWork
 from twostroke.ledger import Interval
 from twostroke.twin.scenario import EngineGroup, EngineResult, Result
@@ -18,7 +18,7 @@ def observe(result: Result, *, slo_tpot_s: float = UNKNOWN) -> Observation:
     """From the first arrivals on, once all is warm, to the last. Needs recorded timelines."""
     scenario = result.scenario
     count = len(result.arrival_s)
-    since_s = float(np.quantile(result.arrival_s, WARM))
+    since_s = quantiles(result.arrival_s, [WARM])[0]
     until_s = float(result.arrival_s[-1])
     if until_s - since_s < 0.2 * result.duration_s:
         since_s, until_s = 0.1 * result.duration_s, 0.8 * result.duration_s
@@ -202,4 +202,4 @@ def _of_links(result: Result, since_s: float, until_s: float, ends: int) -> dict
 def _worst_tenth(curve: BandwidthCurve, span_s: float) -> float:
     """The rate that a link stays below for a tenth of the time."""
     rates = [curve.rate_at(span_s * (i + 0.5) / SLICES) for i in range(SLICES)]
-    return float(np.quantile(rates, 0.1))
+    return quantiles(np.array(rates), [0.1])[0]

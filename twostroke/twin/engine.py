@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from twostroke.arrays import Float64s, Int64s
+from twostroke.arrays import Float64s, Int64s, ones, total
 from twostroke.clock import VirtualClock
 from twostroke.core.fast_forward import Outlook
 from twostroke.core.loop import EngineCore
@@ -126,7 +126,8 @@ class TwinEngine:
     @property
     def has_queue(self) -> bool:
         """Whether requests wait in it, so that its memory matters to the router."""
-        return len(self.core.state.queues) > 0
+        state = self.core.state
+        return len(state.requests) > state.num_running
 
     def stats_at(self, now: float) -> EngineStats | None:
         """What it would say of itself at `now`, if that differs from what it has said."""
@@ -235,7 +236,7 @@ class TwinEngine:
         if turns < MIN_TURNS:
             return False
         slots = core.state.running
-        context_tokens = int(np.add.reduce(core.state.seats.computed[slots]))
+        context_tokens = total(core.state.seats.computed[slots])
         ends = self.executor.ends_of_decodes(len(slots), context_tokens, turns)
         if (deadline_s := core.next_deadline_s()) is not None:
             # Turn i begins at the end of turn i - 1; one that begins at the deadline is not plain.
@@ -267,7 +268,7 @@ class TwinEngine:
             self.index,
             EngineOutputs(
                 handles=handles,
-                num_tokens=np.ones(len(slots), np.int32),
+                num_tokens=ones(len(slots)),
                 token_ids=self.executor.tokens_of(slots),
                 events=Events(np.array(due, np.int64), kinds, times),
                 stats=self.stats_at(time_s),
@@ -334,5 +335,5 @@ class TwinEngine:
         outputs = core.take_outputs()
         assert outputs is not None
         outputs.handles, outputs.token_ids = handles, tokens
-        outputs.num_tokens, outputs.stats = np.ones(len(slots), np.int32), core.stats()
+        outputs.num_tokens, outputs.stats = ones(len(slots)), core.stats()
         self._tell(outputs)

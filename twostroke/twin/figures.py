@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from twostroke.arrays import quantiles
 from twostroke.bench import stats
 from twostroke.bench.report import serving_block, table
 from twostroke.bench.stats import Result as Figures
@@ -53,10 +54,10 @@ def _peak(starts: Any, ends: Any) -> int:
     return int(np.cumsum(changes[order]).max(initial=0))
 
 
-def summary(result: Result, *, goodput: str = "") -> dict[str, Any]:
+def summary(result: Result, figures_of_run: Figures) -> dict[str, Any]:
     """All of it as one JSON object: the figures, then ledger, engines, links and what bound."""
     figures: dict[str, Any] = {"scenario": result.scenario.name}
-    figures |= figures_of(result, goodput=goodput)
+    figures |= figures_of_run
     done = result.done
     figures["num_devices"] = result.scenario.num_devices
     figures["mean_interval_s"] = {
@@ -93,9 +94,9 @@ def _hit_share(result: Result) -> float:
     return int(result.cached_tokens[result.done].sum()) / total if total else 0.0
 
 
-def text_report(result: Result, *, goodput: str = "") -> str:
+def text_report(result: Result, figures: Figures) -> str:
     """vLLM's block, then where the time went, what each engine did, and what bound when."""
-    parts = [serving_block(figures_of(result, goodput=goodput)), "", ledger_table(result), ""]
+    parts = [serving_block(figures), "", ledger_table(result), ""]
     parts += [engine_table(result), "", binding_table(binding_over_time(result))]
     if result.errors:
         index, error = next(iter(result.errors.items()))
@@ -117,7 +118,7 @@ def ledger_table(result: Result) -> str:
         column = spent[:, interval]
         if not len(column) or not column.any():
             continue
-        cells = [column.mean(), *np.percentile(column, [50, 90, 99])]
+        cells = [column.mean(), *quantiles(column, [0.5, 0.9, 0.99])]
         share = float(column.sum()) / total if total else 0.0
         name = interval.name.lower().replace("_", " ")
         rows.append([name, *(f"{1000 * cell:,.1f}" for cell in cells), f"{share:.1%}"])

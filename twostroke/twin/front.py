@@ -72,7 +72,13 @@ class FrontEnd:
 
     def delivered_many(self, engine: int, times_s: Float64s, rows: int) -> Float64s:
         """The same for many steps in a row."""
-        out_s = times_s + (self._host.deliver_s + self._host.deliver_row_s * rows)
-        np.maximum(out_s, self._last_s.get(engine, 0.0), out=out_s)
-        self._last_s[engine] = float(out_s[-1])
+        delay_s = self._host.deliver_s + self._host.deliver_row_s * rows
+        out_s = delayed(times_s, delay_s, self._last_s.get(engine, 0.0))
+        self._last_s[engine] = out_s.item(-1)
         return out_s
+
+
+def delayed(times_s: Float64s, delay_s: float, least_s: float) -> Float64s:
+    """Times that do not fall, at least one, so much later, but not before `least_s`."""
+    later_s = times_s + delay_s if delay_s else times_s
+    return later_s if later_s[0] >= least_s else np.maximum(later_s, least_s)

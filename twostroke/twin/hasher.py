@@ -18,13 +18,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from twostroke.arrays import Int32s, Int64s
+from twostroke.arrays import Int32s, Int64s, are_same
 from twostroke.kv.blocks import NULL_BLOCK
 from twostroke.kv.prefix import LANES, UInt64s
 
 _RUN = 32  # blocks, of 16 tokens those of Mooncake's 512
 _MIXED = -1  # in place of a token id
 _NO_KEY, _NOT_TO_HAVE = -1, -2
+# As arrays, for NumPy: with Python's numbers it takes twice as long.
+_FIRST_KEY, _IS_WITHOUT = np.array(0), np.array(_NO_KEY)
 _FEW = 32  # blocks that are looked at one by one
 
 
@@ -39,10 +41,7 @@ class RunHasher:
         self._first: dict[tuple[int, int | bytes | str], int] = {}  # number, by what it follows
         self._token_of: list[int] = []  # of each _RUN numbers
         self._next_mixed = 0
-
-    def __len__(self) -> int:
-        """All numbers are below this."""
-        return _RUN * len(self._token_of)
+        self.num_numbers = 0  # all that were given are below this
 
     def no_keys(self) -> "array[int]":
         return array("q")
@@ -61,11 +60,13 @@ class RunHasher:
         tokens = tokens[: num_blocks * size]
         if num_blocks <= _FEW:
             return self._extend_by_few(sums, tokens.tobytes())
-        starts = np.append(0, (tokens[1:] != tokens[:-1]).nonzero()[0] + 1)
-        last, block, firsts, counts = int(sums[0]) - 1, 0, [], []
-        for token, (start, end) in zip(
-            tokens[starts].tolist(), pairwise([*starts.tolist(), len(tokens)]), strict=True
-        ):
+        last, changes = int(sums[0]) - 1, (tokens[1:] != tokens[:-1]).nonzero()[0] + 1
+        if (last + 1) % _RUN == 0 and not np.count_nonzero(changes % (_RUN * size)):
+            return self._extend_by_runs(last, tokens[:: _RUN * size].tolist(), num_blocks)
+        bounds = [0, *changes.tolist(), len(tokens)]
+        block, firsts, counts = 0, [], []
+        known = self._first.get
+        for token, (start, end) in zip(tokens[bounds[:-1]].tolist(), pairwise(bounds), strict=True):
             if block * size < start:  # it began with other tokens
                 last = self._mixed(last, tokens[block * size : (block + 1) * size].tobytes())
                 firsts.append(last)
@@ -73,7 +74,9 @@ class RunHasher:
                 block += 1
             missing = end // size - block
             while missing > 0:
-                first = self._follower(last, token)
+                first = known((last, token))
+                if first is None:
+                    first = self._follower(last, token)
                 count = min(missing, _RUN - first % _RUN)
                 firsts.append(first)
                 counts.append(count)
@@ -82,6 +85,20 @@ class RunHasher:
         offsets = np.array(firsts) - (lengths.cumsum() - lengths)
         keys.frombytes((offsets.repeat(lengths) + np.arange(num_blocks)).tobytes())
         return keys, self._sums_of(last)
+
+    def _extend_by_runs(
+        self, last: int, values: list[int], num_blocks: int
+    ) -> "tuple[array[int], UInt64s]":
+        """The same where each `_RUN` blocks are of one token id, one of `values`."""
+        known, firsts = self._first.get, []
+        for token in values:
+            first = known((last, token))
+            if first is None:
+                first = self._first[last, token] = self._new_run(token)
+            firsts.append(first)
+            last = first + _RUN - 1
+        numbers = (np.array(firsts)[:, None] + np.arange(_RUN)).reshape(-1)[:num_blocks]
+        return array("q", numbers.tobytes()), self._sums_of(int(numbers[-1]))
 
     def _extend_by_few(self, sums: UInt64s, content: bytes) -> "tuple[array[int], UInt64s]":
         """The same for a few blocks, which lie there one behind the other."""
@@ -132,8 +149,13 @@ class RunHasher:
             return last + 1
         first = self._first.get((last, token))
         if first is None:
-            first = self._first[last, token] = _RUN * len(self._token_of)
-            self._token_of.append(token)
+            first = self._first[last, token] = self._new_run(token)
+        return first
+
+    def _new_run(self, token: int) -> int:
+        """The first of `_RUN` numbers for blocks of a token id."""
+        first, self.num_numbers = self.num_numbers, self.num_numbers + _RUN
+        self._token_of.append(token)
         return first
 
     def _mixed(self, last: int, content: bytes | str) -> int:
@@ -141,8 +163,7 @@ class RunHasher:
         number = self._first.get((last, content))
         if number is None:
             if self._next_mixed % _RUN == 0:
-                self._next_mixed = len(self)
-                self._token_of.append(_MIXED)
+                self._next_mixed = self._new_run(_MIXED)
             number = self._first[last, content] = self._next_mixed
             self._next_mixed += 1
         return number
@@ -160,8 +181,8 @@ class NumberMap:
 
     def _column(self, keys: "array[int] | list[int]") -> Int64s:
         """The keys as a column, with room for all of them."""
-        if len(self._block_of) < (size := len(self._hasher)):
-            room = np.zeros(2 * size, np.int64)
+        if len(self._block_of) < self._hasher.num_numbers:
+            room = np.zeros(2 * self._hasher.num_numbers, np.int64)
             room[: len(self._block_of)] = self._block_of
             self._block_of = room
         return np.frombuffer(keys, np.int64) if isinstance(keys, array) else np.array(keys)
@@ -178,16 +199,17 @@ class NumberMap:
 
     def add(self, keys: "array[int] | list[int]", blocks: Int64s) -> None:
         numbers = self._column(keys)
-        has_none = self._key_of[blocks] == _NO_KEY
-        if np.count_nonzero(has_none) < len(blocks):
-            numbers, blocks = numbers[has_none], blocks[has_none]
+        has_key = self._key_of[blocks] != _IS_WITHOUT
+        if np.count_nonzero(has_key):
+            numbers, blocks = numbers[~has_key], blocks[~has_key]
         self._key_of[blocks] = numbers
-        is_held = self._block_of[numbers] != NULL_BLOCK
-        if np.count_nonzero(is_held):
+        held = self._block_of[numbers]
+        if np.count_nonzero(held):
+            is_held = held != NULL_BLOCK
             self._add_singly(numbers[is_held], blocks[is_held])
             numbers, blocks = numbers[~is_held], blocks[~is_held]
         self._block_of[numbers] = blocks
-        if np.count_nonzero(self._block_of[numbers] != blocks):  # one key twice among them
+        if not are_same(self._block_of[numbers], blocks):  # one key twice among them
             self._block_of[numbers] = NULL_BLOCK
             self._add_singly(numbers, blocks)
 
@@ -201,8 +223,11 @@ class NumberMap:
 
     def remove_all(self, blocks: Int64s) -> bool:
         numbers = self._key_of[blocks]
-        has_key = numbers >= 0
-        if np.count_nonzero(has_key) < len(blocks):
+        has_key = numbers >= _FIRST_KEY
+        num_keys = np.count_nonzero(has_key)
+        if not num_keys:
+            return False
+        if num_keys < len(blocks):
             numbers, blocks = numbers[has_key], blocks[has_key]
         self._key_of[blocks] = _NO_KEY
         if self._later and not self._later.keys().isdisjoint(numbers.tolist()):
@@ -210,7 +235,7 @@ class NumberMap:
                 self._remove(key, block)
         else:
             self._block_of[numbers] = NULL_BLOCK
-        return len(numbers) > 0
+        return True
 
     def _remove(self, key: int, block: int) -> None:
         later = self._later.get(key, [])

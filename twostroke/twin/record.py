@@ -4,39 +4,40 @@ Kept compact, because a run may have a hundred million tokens: a request keeps t
 first and last token only, and gaps are counted by value where a step gives all rows the same one.
 """
 
+import struct
 from array import array
 from itertools import pairwise
 
 import numpy as np
 
-from twostroke.arrays import Float64s, Int32s, Int64s
+from twostroke.arrays import ONE, Float64s, Int32s, Int64s
 from twostroke.ledger import Interval, RequestLedger
 from twostroke.messages import EngineStats
 
 NEVER = -1.0
+_NOT_BEFORE = np.zeros(())  # the earliest time
+
+
+_CHANGE = struct.Struct("<ibd")
+_CHANGES = np.dtype([("request", "<i4"), ("interval", "i1"), ("time_s", "<f8")])
 
 
 class IntervalLog:
     """Every change of interval of every request."""
 
     def __init__(self) -> None:
-        self._requests = array("i")
-        self._intervals = array("b")
-        self._times_s = array("d")
+        self._rows = bytearray()
 
     def note(self, request: int, interval: int, time_s: float) -> None:
         """A request enters an interval; -1: it is over."""
-        self._requests.append(request)
-        self._intervals.append(interval)
-        self._times_s.append(time_s)
+        self._rows += _CHANGE.pack(request, interval, time_s)
 
     def columns(self) -> tuple[Int32s, Int32s, Float64s]:
         """Requests, intervals entered and times, in order of time and then of requests."""
-        requests = np.frombuffer(self._requests, np.int32)
-        times_s = np.frombuffer(self._times_s, np.float64)
+        rows = np.frombuffer(self._rows, _CHANGES)
+        requests, times_s = rows["request"], rows["time_s"]
         order = np.lexsort((np.arange(len(times_s)), requests, times_s))
-        intervals = np.frombuffer(self._intervals, np.int8).astype(np.int32)
-        return requests[order], intervals[order], times_s[order]
+        return requests[order], rows["interval"].astype(np.int32)[order], times_s[order]
 
 
 class TwinLedger(RequestLedger):
@@ -68,25 +69,27 @@ class Gaps:
 
     def __init__(self) -> None:
         self._values = array("d")
-        self._counts = array("q")
+        self._runs = array("q")  # of values: how many, and how often each of them came
 
     def add(self, gaps: Float64s) -> None:
         """One gap of each of some requests."""
-        if len(gaps) and np.count_nonzero(gaps == gaps[0]) == len(gaps):
+        count = len(gaps)
+        if gaps.argmin() == gaps.argmax():  # all are equal
             self._values.append(gaps[0])
-            self._counts.append(len(gaps))
+            self._runs.extend((1, count))
         else:
             self._values.frombytes(gaps.tobytes())
-            self._counts.frombytes(np.ones(len(gaps), np.int64).tobytes())
+            self._runs.extend((count, 1))
 
     def add_many(self, gaps: Float64s, requests: int) -> None:
         """Each of these gaps in each of so many requests."""
-        self._values.frombytes(np.ascontiguousarray(gaps).tobytes())
-        self._counts.frombytes(np.full(len(gaps), requests, np.int64).tobytes())
+        self._values.frombytes(gaps.tobytes())
+        self._runs.extend((len(gaps), requests))
 
     def columns(self) -> tuple[Float64s, Int64s]:
         """Values and counts."""
-        return np.frombuffer(self._values, np.float64), np.frombuffer(self._counts, np.int64)
+        lengths, counts = np.frombuffer(self._runs, np.int64).reshape(-1, 2).T
+        return np.frombuffer(self._values, np.float64), counts.repeat(lengths)
 
 
 class Requests:
@@ -111,13 +114,13 @@ class Requests:
         return ledger
 
     def tokens(self, handles: Int64s, time_s: float) -> None:
-        """Each of these got one token."""
+        """Each of these, at least one, got one token."""
         before = self.last_s[handles]
         self.last_s[handles] = time_s
-        self.num_tokens[handles] += 1
+        self.num_tokens[handles] += ONE
         second = int(time_s)
         self._per_second[second] = self._per_second.get(second, 0) + len(handles)
-        if np.count_nonzero(new := before < 0):
+        if np.count_nonzero(new := before < _NOT_BEFORE):
             self.first_s[handles[new]] = time_s
             before = before[~new]
         if len(before):
@@ -125,14 +128,17 @@ class Requests:
 
     def tokens_many(self, handles: Int64s, times_s: Float64s) -> None:
         """Each of these got one token at each of these times, and had some before."""
-        rows = len(handles)
-        self.gaps.add(times_s[0] - self.last_s[handles])
+        rows, start_s, end_s = len(handles), times_s.item(0), times_s.item(-1)
+        self.gaps.add(start_s - self.last_s[handles])
         if len(times_s) > 1:
             self.gaps.add_many(times_s[1:] - times_s[:-1], rows)
-        self.last_s[handles] = times_s[-1]
+        self.last_s[handles] = end_s
         self.num_tokens[handles] += len(times_s)
-        first = int(times_s[0])
-        ends = times_s.searchsorted(np.arange(first + 1, int(times_s[-1]) + 2)).tolist()
+        first, last = int(start_s), int(end_s)
+        if first == last:
+            ends = [len(times_s)]
+        else:
+            ends = times_s.searchsorted(np.arange(first + 1, last + 2)).tolist()
         for second, (start, end) in enumerate(pairwise([0, *ends]), first):
             self._per_second[second] = self._per_second.get(second, 0) + (end - start) * rows
 
@@ -157,27 +163,27 @@ class Requests:
 
 
 _GAUGES = ("running", "waiting", "loading", "kv_usage", "hold_usage")
+_GAUGE_ROW = struct.Struct("<d5f")
+_GAUGE_ROWS = np.dtype([("time_s", "<f8"), *((name, "<f4") for name in _GAUGES)])
 
 
 class Timeline:
     """One engine's gauges, at the end of its steps (of skipped ones: of the last)."""
 
     def __init__(self) -> None:
-        self._times_s = array("d")
-        self._values = {name: array("f") for name in _GAUGES}
+        self._rows = bytearray()
 
     def note(self, time_s: float, stats: EngineStats) -> None:
-        self._times_s.append(time_s)
-        values = self._values
-        values["running"].append(stats.num_running)
-        values["waiting"].append(stats.num_waiting)
-        values["loading"].append(stats.num_loading)
-        values["kv_usage"].append(stats.kv_usage)
-        values["hold_usage"].append(stats.hold_usage)
+        self._rows += _GAUGE_ROW.pack(
+            time_s,
+            stats.num_running,
+            stats.num_waiting,
+            stats.num_loading,
+            stats.kv_usage,
+            stats.hold_usage,
+        )
 
     def columns(self) -> dict[str, Float64s]:
         """`time_s` and each gauge."""
-        columns = {"time_s": np.frombuffer(self._times_s, np.float64)}
-        for name, values in self._values.items():
-            columns[name] = np.frombuffer(values, np.float32).astype(np.float64)
-        return columns
+        rows = np.frombuffer(self._rows, _GAUGE_ROWS)
+        return {name: rows[name].astype(np.float64) for name in ("time_s", *_GAUGES)}

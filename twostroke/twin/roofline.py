@@ -150,6 +150,7 @@ class Roofline:
         )
         self._touched_list: Sequence[float] = _touched_experts(shape).tolist()
         self._exchange = _exchange(shape, hardware, tp, self._dp)
+        self._decodes: dict[float, _Kernels] = {}  # of steps that decode so many rows
 
     def parts(self, work: StepWork) -> StepParts:
         """Where the time of a step goes."""
@@ -188,9 +189,15 @@ class Roofline:
         return self._with_host(self._kernels_of(works), attention, works.num_rows, np.maximum)
 
     def _kernels_of(self, work: StepWork | StepColumns) -> _Kernels:
+        decodes = work.num_tokens == work.num_sampled
+        if decodes and (kernels := self._decodes.get(work.num_tokens)) is not None:
+            return kernels
         last = len(self._touched_list) - 1
         touched = self._touched_list[min(round(work.num_tokens) * self._dp, last)]
-        return self._kernels(work.num_tokens, work.num_sampled, touched)
+        kernels = self._kernels(work.num_tokens, work.num_sampled, touched)
+        if decodes:
+            self._decodes[work.num_tokens] = kernels
+        return kernels
 
     def _kernels(self, tokens: float, sampled: float, touched: float) -> _Kernels:
         """The terms of the module's docstring that contexts have no part in."""

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ class Workload:
             return int(self.output_values[index])
         return self.first_output_value + index
 
-    @property
+    @cached_property
     def first_output_value(self) -> int:
         return int(self.values.max(initial=0)) + 1
 

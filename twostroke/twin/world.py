@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from twostroke.arrays import Float64s, Int32s, Int64s
+from twostroke.arrays import Float64s, Int32s, Int64s, ones
 from twostroke.clock import VirtualClock
 from twostroke.config import SchedulerConfig
 from twostroke.connector.handoff import HandoffScheduler
@@ -39,7 +39,7 @@ from twostroke.messages import (
 from twostroke.router.dispatch import Dispatcher
 from twostroke.twin.engine import TwinEngine
 from twostroke.twin.executor import CostExecutor
-from twostroke.twin.front import FrontEnd
+from twostroke.twin.front import FrontEnd, delayed
 from twostroke.twin.hasher import NumberMap, RunHasher
 from twostroke.twin.host import SharedHost, SharedHostExecutor, inward_s
 from twostroke.twin.lockstep import Lockstep, LockstepExecutor
@@ -79,7 +79,6 @@ class World:
         self._timer_s = math.inf
         self._num_done = 0
         self._end_s = 0.0
-        self._first_output_value = scenario.workload.first_output_value
         self._followers = _followers(scenario.workload.after)
         self._counter = itertools.count(1)
         self._rounds: dict[int, Lockstep] = {}  # of groups that step together
@@ -244,7 +243,8 @@ class World:
         """An engine has done something: note when it goes on, and what that meant for the links."""
         if engine.next_s < math.inf:
             self._push(engine.next_s, _STEP, engine.index)
-        self._note_network()
+        if self._transfers:
+            self._note_network()
         self._send_messages()
 
     # ------------------------------------------------------------ links
@@ -390,17 +390,17 @@ class World:
         """Many plain decode steps have ended, the last of them now or a while ago."""
         rows = EngineOutputs(
             handles=handles,
-            num_tokens=np.ones(len(handles), np.int32),
-            token_ids=np.zeros(len(handles), np.int32),
+            num_tokens=ones(len(handles)),
+            token_ids=ones(len(handles)),  # whatever they are
             stats=stats,
             time_s=self.engines[engine].clock.now(),
         )
         if stats is not None:
             self._timelines[engine].note(rows.time_s, stats)
         host = self._groups[engine].host
-        times_s = times_s + (host.egress_s + host.egress_row_s * len(handles))
-        np.maximum(times_s, self._last_output_s[engine], out=times_s)
-        out_s = self._last_output_s[engine] = float(times_s[-1])  # they do not fall
+        delay_s = host.egress_s + host.egress_row_s * len(handles)
+        times_s = delayed(times_s, delay_s, self._last_output_s[engine])
+        out_s = self._last_output_s[engine] = times_s.item(-1)
         if out_s <= self.clock.now():
             self._take_decoded(engine, rows, times_s)
         else:
@@ -423,7 +423,7 @@ class World:
         # The router drops or renames what is not under its client's handle.
         handles = self.dispatcher.on_outputs(engine, rows).handles
         if len(handles):
-            self._resumed(handles, float(times_s[0]))
+            self._resumed(handles, times_s.item(0))
             times_s = self._front.delivered_many(engine, times_s, len(handles))
             self.requests.tokens_many(handles, times_s)
         self._send_messages()
@@ -451,7 +451,9 @@ class World:
 
     def _resumed(self, handles: Int64s, time_s: float) -> None:
         """Preempted requests that have a token again."""
-        for index in self._preempted & set(handles.tolist()) if self._preempted else ():
+        if not self._preempted:
+            return
+        for index in self._preempted & set(handles.tolist()):
             ledger = self.requests.ledgers[index]
             assert ledger is not None
             ledger.mark(Boundary.TOKEN, time_s)
@@ -460,12 +462,11 @@ class World:
 
     def _refresh_stats(self, but: int = -1) -> None:
         """Tell the router of steps that were not taken yet, where it may act on that."""
-        has_roles = self.dispatcher.fleet.has_roles
-        now = self.clock.now()
+        now, has_handoffs = self.clock.now(), bool(self._transfers)
         for engine in self.engines:
             if not engine.is_cruising or engine.index == but:
                 continue
-            if not (has_roles or engine.has_queue):
+            if not (has_handoffs or engine.has_queue):
                 continue
             host = self._groups[engine.index].host
             stats = engine.stats_at(now - host.egress_s)

@@ -87,7 +87,7 @@ def test_what_binds_is_named(engines, load, link, constraint):
 
 
 def test_the_text_says_where_time_went(result):
-    text = text_report(result)
+    text = text_report(result, figures_of(result))
     for words in (
         "Serving Benchmark Result",
         "ledger (ms)",
@@ -100,7 +100,7 @@ def test_the_text_says_where_time_went(result):
 
 
 def test_the_summary_is_json(result):
-    whole = json.loads(json.dumps(summary(result)))
+    whole = json.loads(json.dumps(summary(result, figures_of(result))))
     assert whole["completed"] == 60
     assert whole["links"]["D0 in"]["bytes"] == 60 * 304 * TOKEN_BYTES
     assert sum(whole["mean_interval_s"].values()) == pytest.approx(result.e2e_s.mean(), rel=1e-6)
