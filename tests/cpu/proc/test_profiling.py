@@ -32,6 +32,17 @@ def test_pieces_that_something_disturbed_are_left_out(
     assert pieces.num_disturbed == sum(share > 0.1 for share in shares)
 
 
+def test_what_came_before_the_measuring_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling.Others, "share", lambda self: 0.0)
+    pieces = profiling.Pieces()
+    for count in (1, 2):
+        pieces.add(Piece(0.0, 1.0, [Wave(count, 16, 0.0, 1.0)]))
+        if count == 1:
+            pieces.forget()
+    pieces.look()
+    assert [piece.waves[0].num_requests for piece in pieces.of_use] == [2]
+
+
 def test_what_other_processes_take() -> None:
     others = profiling.Others()
     sum(range(10**6))
