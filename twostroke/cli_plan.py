@@ -134,7 +134,8 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
+    # What changes its length stands last, or the bar would jump to and fro.
+    columns: list[Any] = [BarColumn(), TaskProgressColumn(), TextColumn("{task.description}")]
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda label, share: bar.update(task, description=label, completed=share)

@@ -1,6 +1,7 @@
 """What the twin makes of a layout: the real schedulers under the load, on a virtual clock."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from twostroke.twin.workload import Workload, from_spec
 # twin takes a few seconds for, unless more is asked for.
 STEADY_S = 60.0
 MOST_REQUESTS = 600
+OF_WHAT_IS_LEFT = 0.7
 RATES = (1.0, 0.9, 0.8, 0.65, 0.5)  # of what closed forms promise, until one is carried
 
 
@@ -46,19 +48,42 @@ class Checked:
         return self.attainment >= ATTAINMENT
 
 
-def check(question: Question, layout: Layout, rate_per_s: float) -> Checked:
-    """Run the layout at `rate_per_s`, and at less until the SLO is met; the last run counts."""
+def check(
+    question: Question,
+    layout: Layout,
+    rate_per_s: float,
+    on_share: Callable[[float], None] = lambda share: None,
+) -> Checked:
+    """Run the layout at `rate_per_s`, and at less until the SLO is met; the last run counts.
+
+    `on_share` is told how far it is, from 0 to 1. How many runs it takes is not known: each fills
+    `OF_WHAT_IS_LEFT`, so that it never goes back.
+    """
+    left = 1.0
     for share in RATES:
-        checked = run_at(question, layout, rate_per_s * share)
+
+        def show(of_run: float, left: float = left) -> None:
+            on_share(1 - left * (1 - OF_WHAT_IS_LEFT * of_run))
+
+        checked = run_at(question, layout, rate_per_s * share, show)
         if checked.is_attained:
             break
+        left *= 1 - OF_WHAT_IS_LEFT
     return checked
 
 
-def run_at(question: Question, layout: Layout, rate_per_s: float) -> Checked:
+def run_at(
+    question: Question,
+    layout: Layout,
+    rate_per_s: float,
+    on_share: Callable[[float], None] = lambda share: None,
+) -> Checked:
     """One run of the layout with the question's requests coming at `rate_per_s`."""
     workload = load_at(question, rate_per_s)
-    result = simulate(scenario_of(question, layout, workload))
+    result = simulate(
+        scenario_of(question, layout, workload),
+        on_done=lambda count: on_share(count / len(workload)),
+    )
     return summarise(question, result, rate_per_s)
 
 

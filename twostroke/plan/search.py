@@ -99,6 +99,7 @@ class Plan:
 
 
 Progress = Callable[[str, float], None]
+CLOSED_SHARE = 0.15  # of the time of a search, about
 
 
 def search(
@@ -116,7 +117,7 @@ def search(
         else:
             unfit.append(Unfit(layout.name, _why_never(question, option)))
         if index % 20 == 0:
-            progress("closed forms", index / len(candidates) * 0.1)
+            progress("closed forms", index / len(candidates) * CLOSED_SHARE)
     found.sort(key=lambda it: _merit(question, it))
     options = _checked(question, found, checks, progress)
     progress("done", 1.0)
@@ -213,12 +214,18 @@ def _checked(
     is known by then, which the twin may have changed.
     """
     rest, checked = list(options), []
-    for number in range(min(count, len(options))):
+    count = min(count, len(options))
+    for number in range(count):
         kinds = [it for it in rest if it.is_disaggregated == (number == 0)]
         chosen = kinds[0] if number < 2 and kinds else rest[0]
-        progress(f"twin: {chosen.layout.name}", 0.1 + 0.9 * number / count)
+        label = f"twin, {number + 1} of {count}: {chosen.layout.name}"
+
+        def show(share: float, label: str = label, number: int = number) -> None:
+            progress(label, CLOSED_SHARE + (1 - CLOSED_SHARE) * (number + share) / count)
+
+        show(0.0)
         rest.remove(chosen)
-        ran = check(question, chosen.layout, _rate(question, chosen))
+        ran = check(question, chosen.layout, _rate(question, chosen), show)
         checked.append(replace(chosen, checked=ran))
     checked.sort(key=lambda it: _merit(question, it))
     return checked + rest

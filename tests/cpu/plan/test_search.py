@@ -1,6 +1,7 @@
 """Closed forms against the twin, and the search that uses both."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from twostroke.errors import ConfigError
-from twostroke.plan.check import run_at
+from twostroke.plan.check import check, run_at
 from twostroke.plan.question import Question, ask
 from twostroke.plan.search import Plan, search
 
@@ -57,8 +58,14 @@ def question() -> Question:
 
 
 @pytest.fixture(scope="module")
-def plan(question: Question) -> Plan:
-    return search(question, checks=2)
+def told() -> list[tuple[str, float]]:
+    """What the bar of `plan` was told."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def plan(question: Question, told: list[tuple[str, float]]) -> Plan:
+    return search(question, checks=2, progress=lambda *what: told.append(what))
 
 
 def test_the_best_layout_carries_the_load_on_few_gpus(plan: Plan) -> None:
@@ -71,11 +78,21 @@ def test_the_best_layout_carries_the_load_on_few_gpus(plan: Plan) -> None:
     assert low <= plan.ratio <= high
 
 
-def test_progress_goes_from_nothing_to_all(question: Question) -> None:
-    shares: list[float] = []
-    search(question, checks=0, progress=lambda label, share: shares.append(share))
+def test_progress_goes_from_nothing_to_all(plan: Plan, told: list[tuple[str, float]]) -> None:
+    shares = [share for _, share in told]
     assert shares == sorted(shares)
+    assert shares[0] == 0.0
     assert shares[-1] == 1.0
+    # Within a layout's run it moves too.
+    assert len({share for label, share in told if label.startswith("twin, 1 of 2: ")}) > 20
+
+
+def test_the_bar_moves_through_runs_at_lower_rates(question: Question, plan: Plan) -> None:
+    shares: list[float] = []
+    strict = replace(question, slo=replace(question.slo, ttft_s=1e-6))
+    check(strict, plan.best.layout, 6.0, shares.append)
+    assert shares == sorted(shares)
+    assert 0.99 < shares[-1] < 1.0
 
 
 def test_a_slow_layout_is_run_at_less_until_it_keeps_the_slo(
