@@ -84,6 +84,8 @@ class Results:
         errors: dict[int, str],
     ) -> list[int]:
         """Append the token of each row that needs nothing else; returns the other rows."""
+        if not len(result.token_ids) and not errors:
+            return []  # pieces of prompts
         seats = self._state.seats
         slots, sampled, tokens = step.slots, result.num_sampled, result.token_ids
         after = seats.known[slots] + ONE
@@ -93,8 +95,10 @@ class Results:
         if self._state.config.num_spec_tokens:
             plain &= step.num_drafts == ZERO
         if not are_same(sampled, ones(len(slots))):
-            plain &= sampled == ONE
-            tokens = np.append(tokens, np.int32(0))[np.minimum(starts, len(tokens))]
+            is_one = sampled == ONE
+            plain &= is_one
+            tokens = np.zeros(len(slots), np.int32)  # by row
+            tokens[is_one] = result.token_ids[starts[is_one]]
         if seats.have_stop_ids:
             plain &= ~seats.may_stop(tokens)
         for request in failed_loads.values():

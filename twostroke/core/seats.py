@@ -87,12 +87,13 @@ class Seats:
         self.write(request)
         return slot
 
-    def leave(self, request: Request) -> int:
-        """Take the seat away; counters and tokens move back to the request."""
+    def leave(self, request: Request, *, keep_tokens: bool = True) -> int:
+        """Take the seat away; counters and, unless nobody needs them, tokens go to the request."""
         slot = request.slot
         self.read(request)
-        request.tokens = self.tokens[slot, : request.num_known].copy()
-        request.table.sums = self.sums[slot].copy()
+        if keep_tokens:
+            request.tokens = self.tokens[slot, : request.num_known].copy()
+            request.table.sums = self.sums[slot].copy()
         request.slot = -1
         self.request_of[slot] = None
         self.uid[slot] = VACANT

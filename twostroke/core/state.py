@@ -129,9 +129,9 @@ class EngineState:
                 self.by_request_id[request.request_id] = request
             self.connector.on_new_request(request)
 
-    def vacate(self, request: Request) -> None:
+    def vacate(self, request: Request, *, keep_tokens: bool = True) -> None:
         """Take a running request's seat; the worker is told with the next plan."""
-        self._freed_slots.append(self.seats.leave(request))
+        self._freed_slots.append(self.seats.leave(request, keep_tokens=keep_tokens))
 
     def flush_freed_slots(self) -> list[int]:
         freed, self._freed_slots = self._freed_slots, []
@@ -218,7 +218,7 @@ class EngineState:
         """
         loading = request.status is Status.WAITING_FOR_REMOTE_KVS and not request.load_reported
         if request.slot >= 0:
-            self.vacate(request)
+            self.vacate(request, keep_tokens=self.connector is not None)
         request.status = Status.FINISHED
         request.finish_reason = reason
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and request.kv_send is None:
