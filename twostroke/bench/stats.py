@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # it brings an HTTP client, which a run that was simulated do
 METRICS = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
+_BINS = 1 << 14  # of times between pieces of output
+
 Result = dict[str, float | int | str | None]
 
 
@@ -164,16 +166,31 @@ def _moments(
     total = int(counts.sum())
     mean = float((values * counts).sum() / total)
     deviation = math.sqrt(float((counts * (values - mean) ** 2).sum() / total))
-    order = np.argsort(values)
-    ends = np.cumsum(counts[order])
     places = (total - 1) * np.array(percentiles) / 100
     below = np.floor(places).astype(np.int64)
-    low, high = (
-        values[order[np.searchsorted(ends, place, side="right")]]
-        for place in (below, np.minimum(below + 1, total - 1))
-    )
+    wanted = np.concatenate((below, np.minimum(below + 1, total - 1)))
+    low, high = np.split(_in_order(values, counts, wanted), 2)
     between: list[float] = (low + (high - low) * (places - below)).tolist()
     return mean, deviation, between
+
+
+def _in_order(values: Float64s, counts: Int64s, places: Int64s) -> Float64s:
+    """[places] The values that stand there when all are sorted, each repeated by its count.
+
+    Only the few of one bin with it are sorted, for there may be many millions.
+    """
+    least = values.min()
+    width = (values.max() - least) / _BINS
+    bins = ((values - least) / width).astype(np.int64) if width > 0 else np.zeros_like(counts)
+    ends = np.bincount(bins, counts).astype(np.int64).cumsum()
+    found = []
+    for place in places.tolist():
+        nth = int(ends.searchsorted(place, side="right"))
+        chosen = (bins == nth).nonzero()[0]
+        chosen = chosen[values[chosen].argsort()]
+        before = int(ends[nth - 1]) if nth else 0
+        found.append(values[chosen[counts[chosen].cumsum().searchsorted(place - before, "right")]])
+    return np.array(found)
 
 
 def _num_good(run: Columns, limits_ms: Mapping[str, float]) -> int:

@@ -87,3 +87,16 @@ def test_gaps_that_are_counted_give_what_gaps_one_by_one_give():
     plain = stats._moments(np.repeat(gaps, counts), None, percentiles)
     assert counted[:2] == pytest.approx(plain[:2])
     assert counted[2] == pytest.approx(plain[2])
+
+
+@pytest.mark.parametrize("kinds", [1, 3, 500])
+def test_percentiles_of_what_came_several_times_are_those_of_all(kinds):
+    random = np.random.Generator(np.random.PCG64(kinds))
+    values = random.lognormal(size=kinds)[random.integers(0, kinds, 400)]
+    counts = random.integers(1, 9, 400)
+    shares = [0.0, 12.5, 50.0, 99.0, 100.0]
+    mean, deviation, cuts = stats._moments(values, counts, shares)
+    each = np.repeat(values, counts)
+    assert mean == pytest.approx(each.mean())
+    assert deviation == pytest.approx(each.std())
+    assert cuts == pytest.approx(np.percentile(each, shares).tolist())
