@@ -49,7 +49,6 @@ from twostroke.model.tile_ir import (
     Compiled,
     TileProduct,
     broadcast,
-    cells_of,
     compile_kernel,
     head_of,
     prefetch,
@@ -58,8 +57,10 @@ from twostroke.model.tile_ir import (
 )
 
 # Above, arithmetic of two levels takes longer than reading 16 bits: see benchmarks/linear.py.
-MAX_QUANTISED_ROWS = 6
-_MAX_TILE_ROWS = 2  # x 4 vectors x (2 levels + the total) are in 24 of 32 registers; 3 would spill
+MAX_QUANTISED_ROWS = 8
+# For so many rows, how many vectors of 16 outputs are summed up together: as many as registers hold
+# with two sums for each. Loads of x and masked weights serve more products so.
+_VECTORS_TOGETHER = {1: 4, 2: 4, 3: 2, 4: 2, 5: 1, 6: 1, 7: 1, 8: 1}
 _NUMBER_BYTES = OUTPUTS * 2  # a float16 for each output
 
 
@@ -150,7 +151,7 @@ def _compiled(bits: int, has_minima: bool) -> Compiled:
     """Raises one of the errors that `_works` names where there is no kernel."""
     return compile_kernel(
         lambda rows: _tile(rows, bits, has_minima),
-        _MAX_TILE_ROWS,
+        len(_VECTORS_TOGETHER),
         "avx512vnni",
         PREFETCH,
         VPDPBUSD,
@@ -158,30 +159,84 @@ def _compiled(bits: int, has_minima: bool) -> Compiled:
 
 
 def _tile(rows: int, bits: int, has_minima: bool) -> str:
-    """`rows` rows of levels times one block of `first` groups; values are `second` too large."""
-    cells = cells_of(rows)
-    group_bytes = OUTPUTS * GROUP * bits // 8 + (1 + has_minima) * _NUMBER_BYTES
+    """`rows` rows of levels times one block of `first` groups; values are `second` too large.
+
+    In a group vectors follow each other, and all rows are multiplied with one before the next: the
+    weight is read and masked once, and the memory has the time of all rows to bring what follows.
+    """
+    together = _VECTORS_TOGETHER[rows]
     lines = [
         *head_of(rows),
         *(line for r in range(rows) for line in row_pointer(f"x_of{r}", "x", "x_row_bytes", r)),
-        "%weight_p = inttoptr i64 %weight to ptr",
         "%offset = trunc i64 %second to i32",
         "%offset_one = insertelement <16 x i32> poison, i32 %offset, i32 0",
         "%offset_all = shufflevector <16 x i32> %offset_one, <16 x i32> poison, "
         "<16 x i32> zeroinitializer",
         "br label %sum",
         "sum:",
-        "%group = phi i64 [ 0, %entry ], [ %group1, %sum ]",
-        *(
-            f"%before{r}_{v} = phi <16 x float> [ zeroinitializer, %entry ], "
-            f"[ %after{r}_{v}, %sum ]"
-            for r, v in cells
-        ),
-        f"%group_offset = mul i64 %group, {group_bytes}",
-        "%group_p = getelementptr i8, ptr %weight_p, i64 %group_offset",
-        f"%x_offset = mul i64 %group, {LEVELS_BYTES}",
+        "%group = phi i64 [ 0, %entry ], [ %group1, %group_summed ]",
+        *_group_pointers(rows, bits, has_minima),
+        "br label %sum_vectors",
+        "sum_vectors:",
+        "%vector = phi i64 [ 0, %sum ], [ %vector1, %sum_vectors ]",
+        "%values_offset = shl i64 %vector, 6",
+        "%numbers_offset = shl i64 %vector, 5",
     ]
-    acc: dict[tuple[int, int, int], str] = {}
+    for what in ("here", "ahead"):
+        lines += [
+            f"%values_{what} = getelementptr i8, ptr %group_{what}, i64 %values_offset",
+            f"%numbers_{what} = getelementptr i8, ptr %group_{what}, i64 %numbers_offset",
+        ]
+    sums: dict[tuple[int, int, int], str] = {}
+    for r in range(rows):
+        for v in range(together):
+            sums[r, 0, v], sums[r, 1, v] = "zeroinitializer", f"%start{r}"
+    for quad in range(GROUP // 4):
+        lines += [*_load_values(quad, bits, together), *_multiply(quad, sums, together)]
+    lines += [
+        *_load_numbers(bits, has_minima, together),
+        *_scale(has_minima, sums),
+        f"%vector1 = add i64 %vector, {together}",
+        f"%more_vectors = icmp ult i64 %vector1, {VECTORS}",
+        "br i1 %more_vectors, label %sum_vectors, label %group_summed",
+        "group_summed:",
+        "%group1 = add i64 %group, 1",
+        "%more = icmp ult i64 %group1, %first",
+        "br i1 %more, label %sum, label %summed",
+        *tail_of(rows),
+    ]
+    return "\n".join(lines)
+
+
+def _groups_ahead(rows: int, bits: int) -> int:
+    """How far ahead the memory is asked for weights.
+
+    Far enough that several rows never wait. One row does nothing but wait; with 8 bits it is faster
+    (33 GB/s to one thread, not 19: Zen 4) when it comes close behind, and the processor, which sees
+    it miss, reads ahead too.
+    """
+    if bits == 4:
+        return 6
+    return 1 if rows == 1 else 3
+
+
+def _group_pointers(rows: int, bits: int, has_minima: bool) -> list[str]:
+    """%group_here, %group_ahead, and for each row %x_p, %sum and the %start of sums."""
+    group_bytes = OUTPUTS * GROUP * bits // 8 + (1 + has_minima) * _NUMBER_BYTES
+    lines = [
+        f"%group_ahead_here = add i64 %group, {_groups_ahead(rows, bits)}",
+        "%group_ahead_there = sub i64 %group_ahead_here, %first",
+        "%is_here = icmp ult i64 %group_ahead_here, %first",
+        "%ahead = select i1 %is_here, i64 %group_ahead_here, i64 %group_ahead_there",
+        "%block_ahead = select i1 %is_here, i64 %weight, i64 %next_weight",
+    ]
+    for what, block, group in (("here", "weight", "group"), ("ahead", "block_ahead", "ahead")):
+        lines += [
+            f"%offset_{what} = mul i64 %{group}, {group_bytes}",
+            f"%at_{what} = add i64 %{block}, %offset_{what}",
+            f"%group_{what} = inttoptr i64 %at_{what} to ptr",
+        ]
+    lines.append(f"%x_offset = mul i64 %group, {LEVELS_BYTES}")
     for r in range(rows):
         lines += [
             f"%x_p{r} = getelementptr i8, ptr %x_of{r}, i64 %x_offset",
@@ -189,43 +244,15 @@ def _tile(rows: int, bits: int, has_minima: bool) -> str:
             *broadcast(f"sum{r}", f"sum_p{r}"),
             f"%lifted{r} = mul <16 x i32> %sum{r}, %offset_all",
             f"%start{r} = sub <16 x i32> zeroinitializer, %lifted{r}",
+            f"%x_sum{r} = sitofp <16 x i32> %sum{r} to <16 x float>",
         ]
-        for v in range(VECTORS):
-            acc[r, 0, v], acc[r, 1, v] = "zeroinitializer", f"%start{r}"
-    for quad in range(GROUP // 4):
-        lines += _load_values(quad, bits)
-        for r in range(rows):
-            for level in range(2):
-                n = f"{quad}_{r}_{level}"
-                at = GROUP * level + 4 * quad
-                lines += [
-                    f"%n_p{n} = getelementptr i8, ptr %x_p{r}, i64 {at}",
-                    *broadcast(f"n{n}", f"n_p{n}"),
-                ]
-                for v in range(VECTORS):
-                    lines.append(
-                        f"%acc{n}_{v} = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512("
-                        f"<16 x i32> {acc[r, level, v]}, <16 x i32> %values{quad}_{v}, "
-                        f"<16 x i32> %n{n})"
-                    )
-                    acc[r, level, v] = f"%acc{n}_{v}"
-    lines += _scale(rows, bits, has_minima, acc)
-    lines += [
-        "%group1 = add i64 %group, 1",
-        "%more = icmp ult i64 %group1, %first",
-        "br i1 %more, label %sum, label %store_totals",
-        "store_totals:",
-        *(f"store <16 x float> %after{r}_{v}, ptr %total{r}_{v}" for r, v in cells),
-        "br label %summed",
-        *tail_of(rows),
-    ]
-    return "\n".join(lines)
+    return lines
 
 
-def _load_values(quad: int, bits: int) -> list[str]:
+def _load_values(quad: int, bits: int, together: int) -> list[str]:
     """%values: bytes of 4 inputs and 16 outputs a vector; the memory is asked for those ahead."""
     lines = []
-    for v in range(VECTORS):
+    for v in range(together):
         n = f"{quad}_{v}"
         if bits == 4 and quad % 2:  # the upper half of the bytes before
             lines += [
@@ -236,9 +263,9 @@ def _load_values(quad: int, bits: int) -> list[str]:
             continue
         offset = (quad * bits // 8 * VECTORS + v) * 64
         lines += [
-            f"%bytes_p{n} = getelementptr i8, ptr %group_p, i64 {offset}",
+            f"%bytes_p{n} = getelementptr i8, ptr %values_here, i64 {offset}",
             f"%bytes{n} = load <32 x i16>, ptr %bytes_p{n}, align 2",
-            *prefetch(f"ahead{n}", "group_p", offset),
+            *prefetch(f"bytes_ahead{n}", "values_ahead", offset, 0),
         ]
         lower = f"%bytes{n}"
         if bits == 4:
@@ -248,43 +275,68 @@ def _load_values(quad: int, bits: int) -> list[str]:
     return lines
 
 
-def _scale(
-    rows: int, bits: int, has_minima: bool, acc: dict[tuple[int, int, int], str]
-) -> list[str]:
-    """after = before + scale of x * (scale * sum + minimum * sum of x)"""
+def _multiply(quad: int, sums: dict[tuple[int, int, int], str], together: int) -> list[str]:
+    """Add the products of 4 inputs to `sums`, of each row, level and vector, and rename them."""
     lines = []
-    for r in range(rows):
+    for r, level in sorted({(r, level) for r, level, _ in sums}):
+        n = f"{quad}_{r}_{level}"
+        lines += [
+            f"%n_p{n} = getelementptr i8, ptr %x_p{r}, i64 {GROUP * level + 4 * quad}",
+            *broadcast(f"n{n}", f"n_p{n}"),
+        ]
+        for v in range(together):
+            lines.append(
+                f"%sum{n}_{v} = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512("
+                f"<16 x i32> {sums[r, level, v]}, <16 x i32> %values{quad}_{v}, <16 x i32> %n{n})"
+            )
+            sums[r, level, v] = f"%sum{n}_{v}"
+    return lines
+
+
+def _load_numbers(bits: int, has_minima: bool, together: int) -> list[str]:
+    """%scale and %minimum of each vector, in float32; the memory is asked for those ahead."""
+    lines = []
+    for number, kind in enumerate(("scale", "minimum")[: 1 + has_minima]):
+        for v in range(together):
+            offset = OUTPUTS * GROUP * bits // 8 + number * _NUMBER_BYTES + 32 * v
+            lines += [
+                f"%{kind}_p{v} = getelementptr i8, ptr %numbers_here, i64 {offset}",
+                f"%{kind}_h{v} = load <16 x half>, ptr %{kind}_p{v}, align 2",
+                f"%{kind}{v} = fpext <16 x half> %{kind}_h{v} to <16 x float>",
+                *prefetch(f"{kind}_ahead{v}", "numbers_ahead", offset, 0),
+            ]
+    return lines
+
+
+def _scale(has_minima: bool, sums: dict[tuple[int, int, int], str]) -> list[str]:
+    """total += scale of x * (scale * sum + minimum * sum of x)"""
+    lines = []
+    for r in sorted({r for r, _, _ in sums}):
         lines += [
             f"%x_scale_p{r} = getelementptr i8, ptr %x_p{r}, i64 {2 * GROUP}",
             *broadcast(f"x_scale_bits{r}", f"x_scale_p{r}"),
             f"%x_scale{r} = bitcast <16 x i32> %x_scale_bits{r} to <16 x float>",
-            f"%x_sum{r} = sitofp <16 x i32> %sum{r} to <16 x float>",
         ]
-    for v in range(VECTORS):
-        for number, kind in enumerate(("scale", "minimum")[: 1 + has_minima]):
-            offset = OUTPUTS * GROUP * bits // 8 + number * _NUMBER_BYTES + 32 * v
+    for r, v in sorted({(r, v) for r, _, v in sums}):
+        n = f"{r}_{v}"
+        lines += [
+            f"%high{n} = shl <16 x i32> {sums[r, 0, v]}, splat (i32 7)",
+            f"%both{n} = add <16 x i32> %high{n}, {sums[r, 1, v]}",
+            f"%sum_f{n} = sitofp <16 x i32> %both{n} to <16 x float>",
+            f"%scaled{n} = fmul contract <16 x float> %sum_f{n}, %scale{v}",
+        ]
+        here = f"%scaled{n}"
+        if has_minima:
             lines += [
-                f"%{kind}_p{v} = getelementptr i8, ptr %group_p, i64 {offset}",
-                f"%{kind}_h{v} = load <16 x half>, ptr %{kind}_p{v}, align 2",
-                f"%{kind}{v} = fpext <16 x half> %{kind}_h{v} to <16 x float>",
+                f"%least{n} = fmul contract <16 x float> %x_sum{r}, %minimum{v}",
+                f"%lifted{n} = fadd contract <16 x float> %scaled{n}, %least{n}",
             ]
-        for r in range(rows):
-            n = f"{r}_{v}"
-            lines += [
-                f"%high{n} = shl <16 x i32> {acc[r, 0, v]}, splat (i32 7)",
-                f"%both{n} = add <16 x i32> %high{n}, {acc[r, 1, v]}",
-                f"%sum_f{n} = sitofp <16 x i32> %both{n} to <16 x float>",
-                f"%scaled{n} = fmul contract <16 x float> %sum_f{n}, %scale{v}",
-            ]
-            here = f"%scaled{n}"
-            if has_minima:
-                lines += [
-                    f"%least{n} = fmul contract <16 x float> %x_sum{r}, %minimum{v}",
-                    f"%lifted{n} = fadd contract <16 x float> %scaled{n}, %least{n}",
-                ]
-                here = f"%lifted{n}"
-            lines += [
-                f"%product{n} = fmul contract <16 x float> {here}, %x_scale{r}",
-                f"%after{n} = fadd contract <16 x float> %before{n}, %product{n}",
-            ]
+            here = f"%lifted{n}"
+        lines += [
+            f"%total_p{n} = getelementptr i8, ptr %total{r}_{v}, i64 %values_offset",
+            f"%product{n} = fmul contract <16 x float> {here}, %x_scale{r}",
+            f"%before{n} = load <16 x float>, ptr %total_p{n}",
+            f"%after{n} = fadd contract <16 x float> %before{n}, %product{n}",
+            f"store <16 x float> %after{n}, ptr %total_p{n}",
+        ]
     return lines

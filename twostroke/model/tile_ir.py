@@ -1,9 +1,10 @@
 """What the kernels for few rows have in common, in LLVM's language: how a weight is walked.
 
 A weight lies in blocks of 64 outputs. Threads take blocks by ticket, as they get done, each with
-some rows of x where these are many; they are handled in tiles of at most MAX_TILE_ROWS, each by a
-function of its own, so that sums stay in registers. A kernel brings these functions, and says what
-it calls the last two numbers that they are given.
+some rows of x where these are many; they are handled in tiles of few rows, each by a function of
+its own, so that sums stay in registers. A kernel brings these functions, and says what it calls the
+last two numbers that they are given. A thread takes its next ticket before it begins with a block,
+so that while it is at the end of one the memory can bring the beginning of the next.
 """
 
 import contextlib
@@ -179,18 +180,25 @@ _PREFETCH_BYTES, _PREFETCH_INTO_L2 = 2048, 2
 PREFETCH = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
 VPDPBUSD = "declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <16 x i32>, <16 x i32>)"
 TILE_ARGUMENTS = (
-    *("weight", "bias", "x", "x_row_bytes", "y", "y_row_bytes", "result"),
+    *("weight", "next_weight", "bias", "x", "x_row_bytes", "y", "y_row_bytes", "result"),
     *("row", "first", "second"),
 )
 
 
 def head_of(rows: int) -> list[str]:
-    """The beginning of a tile, with `%total` of each row and vector in memory, zeroed."""
+    """The beginning of a tile, with `%total` of each row and vector in memory, zeroed.
+
+    A row's lie side by side, from its `%totals` on.
+    """
     arguments = ", ".join(f"i64 %{name}" for name in TILE_ARGUMENTS)
-    lines = [f"define internal void @tile{rows}({arguments}) {{", "entry:"]
+    lines = [
+        f"define internal void @tile{rows}({arguments}) {{",
+        "entry:",
+        *(f"%totals{r} = alloca [{VECTORS} x <16 x float>], align 64" for r in range(rows)),
+    ]
     for r, v in cells_of(rows):
         lines += [
-            f"%total{r}_{v} = alloca <16 x float>, align 64",
+            f"%total{r}_{v} = getelementptr i8, ptr %totals{r}, i64 {64 * v}",
             f"store <16 x float> zeroinitializer, ptr %total{r}_{v}",
         ]
     return lines
@@ -219,10 +227,10 @@ def broadcast(name: str, pointer: str) -> list[str]:
     ]
 
 
-def prefetch(name: str, pointer: str, offset: int) -> list[str]:
-    """Ask the memory for what will be read some steps after the line at `pointer` + `offset`."""
+def prefetch(name: str, pointer: str, offset: int, ahead: int = _PREFETCH_BYTES) -> list[str]:
+    """Ask the memory for the line `ahead` bytes after the one at `pointer` + `offset`."""
     return [
-        f"%{name} = getelementptr i8, ptr %{pointer}, i64 {offset + _PREFETCH_BYTES}",
+        f"%{name} = getelementptr i8, ptr %{pointer}, i64 {offset + ahead}",
         f"call void @llvm.prefetch.p0(ptr %{name}, i32 0, i32 {_PREFETCH_INTO_L2}, i32 1)",
     ]
 
@@ -301,7 +309,7 @@ def _main(max_rows: int) -> str:
     tiles = range(1, max_rows + 1)
     cases = " ".join(f"i64 {n}, label %rows{n}" for n in tiles)
     arguments = (
-        "i64 %block_weight, i64 %block_bias, i64 %tile_x, i64 %x_row_bytes, "
+        "i64 %block_weight, i64 %next_weight, i64 %block_bias, i64 %tile_x, i64 %x_row_bytes, "
         "i64 %tile_y, i64 %y_row_bytes, i64 %result, i64 %row, i64 %first, i64 %second"
     )
     calls = "\n".join(
@@ -315,12 +323,19 @@ entry:
 %more_rows = add i64 %rows, {_CHUNK_ROWS - 1}
 %chunks = udiv i64 %more_rows, {_CHUNK_ROWS}
 %tickets = mul i64 %chunks, %blocks
+%first_taken = atomicrmw add ptr %ticket_p, i64 1 monotonic
 br label %take
 take:
-%taken = atomicrmw add ptr %ticket_p, i64 1 monotonic
+%taken = phi i64 [ %first_taken, %entry ], [ %next_taken, %tile_done ]
 %is_taken = icmp ult i64 %taken, %tickets
 br i1 %is_taken, label %start, label %done
 start:
+%next_taken = atomicrmw add ptr %ticket_p, i64 1 monotonic
+%is_next = icmp ult i64 %next_taken, %tickets
+%next_or_same = select i1 %is_next, i64 %next_taken, i64 %taken
+%next_block = urem i64 %next_or_same, %blocks
+%next_offset = mul i64 %next_block, %block_bytes
+%next_weight = add i64 %weight, %next_offset
 %block = urem i64 %taken, %blocks
 %chunk = udiv i64 %taken, %blocks
 %first_row = mul i64 %chunk, {_CHUNK_ROWS}
