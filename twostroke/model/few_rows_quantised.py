@@ -216,7 +216,7 @@ def _groups_ahead(rows: int, bits: int) -> int:
     it miss, reads ahead too.
     """
     if bits == 4:
-        return 6
+        return 8
     return 1 if rows == 1 else 3
 
 
