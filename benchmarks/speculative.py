@@ -5,7 +5,8 @@
 Two engines, with and without drafts, answer the same prompts in turn, greedily; a pair of runs is
 made back to back, so that a busy machine slows both, and the median of the pairs' ratios counts.
 CPU time is that of the engine processes, which other processes disturb least. Without MODEL, the
-default one. `--json` prints one JSON object as the last line.
+default one. `--json` prints one JSON object as the last line. `--matches` tells instead how often
+what followed the last m tokens elsewhere was not what the model said, without drafts.
 """
 
 import argparse
@@ -128,6 +129,52 @@ def measure(plain: Side, drafting: Side, task: str, options: argparse.Namespace)
     }
 
 
+def matches(llm: LLM, length: int, longest: int = 32) -> dict[int, tuple[int, int]]:
+    """By how many of the last tokens recur: guesses that were refused, and all; of several places
+    the latest counts, if all say the same."""
+    found: dict[int, tuple[int, int]] = {}
+    params = SamplingParams(temperature=0.0, max_tokens=length)
+    for task in TASKS.values():
+        for text in TEXTS:
+            message = {"role": "user", "content": f"{task}\n\n{text}"}
+            result = llm.chat([message], params, use_tqdm=False)[0]
+            tokens = list(result.prompt_token_ids)
+            for token in result.outputs[0].token_ids:
+                matched, guesses = _guesses(tokens, longest)
+                if matched and len(set(guesses)) == 1:
+                    refused, tried = found.get(matched, (0, 0))
+                    found[matched] = refused + (guesses[0] != token), tried + 1
+                tokens.append(token)
+    return dict(sorted(found.items()))
+
+
+def _guesses(tokens: list[int], longest: int) -> tuple[int, list[int]]:
+    """How many of the last tokens recur, and what followed at each place where so many do."""
+    best, guesses = 0, []
+    for end in range(1, len(tokens)):
+        matched = 0
+        while matched < min(longest, end) and tokens[end - 1 - matched] == tokens[-1 - matched]:
+            matched += 1
+        if matched > best:
+            best, guesses = matched, []
+        if matched == best:
+            guesses.append(tokens[end])
+    return best, guesses
+
+
+def print_matches(llm: LLM, length: int) -> None:
+    print(f"{'tokens that recur':20}{'guesses':>10}{'refused':>10}{'0.55/m^0.9':>12}")
+    found = matches(llm, length)
+    for low, high in ((1, 1), (2, 2), (3, 3), (4, 5), (6, 8), (9, 16), (17, 31), (32, 32)):
+        within = {m: counts for m, counts in found.items() if low <= m <= high}
+        tried = sum(count for _, count in within.values())
+        if tried:
+            refused = sum(count for count, _ in within.values()) / tried
+            rule = sum(count * 0.55 / m**0.9 for m, (_, count) in within.items()) / tried
+            name = str(low) if low == high else f"{low} to {high}"
+            print(f"{name:20}{tried:10}{refused:10.1%}{rule:12.1%}")
+
+
 def _ratio(plain: list[float], drafting: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(plain, drafting, strict=True))
 
@@ -137,12 +184,13 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=5, help="most drafts a step")
-    parser.add_argument("--lookup", type=int, nargs=2, default=(2, 5), metavar=("MIN", "MAX"))
+    parser.add_argument("--lookup", type=int, nargs=2, default=(1, 32), metavar=("MIN", "MAX"))
     parser.add_argument("--batch", type=int, default=1, help="prompts at once")
     parser.add_argument("--length", type=int, default=160, help="tokens of an answer")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=0, help="of the model; 0: all cores")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument("--matches", action="store_true", help="how often look-up is right")
     options = parser.parse_args()
 
     common = {
@@ -152,6 +200,10 @@ def main() -> None:
         "cpu_threads": options.threads,
     }
     plain = started(lambda: LLM(options.model, **common))
+    if options.matches:
+        with plain.llm:
+            print_matches(plain.llm, options.length)
+        return
     drafting = started(
         lambda: LLM(
             options.model,

@@ -148,8 +148,8 @@ class EngineConfig:
         4, "most draft tokens a request and step; default with ngram: 5", minimum=1
     )
     speculative_model: str = _setting("", "the draft model, named as the model is")
-    prompt_lookup_min: int = _setting(2, "ngram: fewest last tokens that must recur", minimum=1)
-    prompt_lookup_max: int = _setting(5, "ngram: most last tokens looked for", minimum=1)
+    prompt_lookup_min: int = _setting(1, "ngram: fewest last tokens that must recur", minimum=1)
+    prompt_lookup_max: int = _setting(32, "ngram: most last tokens looked for", minimum=1)
     speculative_config: str = _setting("", "the five above as JSON, with vLLM's keys")
     # prefill and decode in engines of their own, which hand KV over
     prefill: int = _setting(0, "engines started here that compute prompts for others", minimum=0)

@@ -85,7 +85,7 @@ def test_a_secret_is_used_but_not_shown():
             "a draft model does not work with --tensor-parallel-size 2; use .* ngram",
         ),
         ({"speculative_model": "x"}, "method is none and --speculative-model x"),
-        ({"prompt_lookup_min": 9}, "--prompt-lookup-min is 9, more than --prompt-lookup-max 5"),
+        ({"prompt_lookup_min": 40}, "--prompt-lookup-min is 40, more than --prompt-lookup-max 32"),
         ({"num_speculative_tokens": 0}, "at least 1"),
         ({"num_speculative_tokens": 129}, "at most 128"),
         (
@@ -208,7 +208,7 @@ def test_vllms_speculative_config_sets_ours():
         "draft_model",
         "some/model",
     )
-    assert (settings.prompt_lookup_min, settings.prompt_lookup_max) == (2, 5)
+    assert (settings.prompt_lookup_min, settings.prompt_lookup_max) == (1, 32)
     assert settings.num_speculative_tokens == 4
     settings, _ = resolve({"speculative_method": "ngram"}, environ={})
     assert settings.num_speculative_tokens == 5

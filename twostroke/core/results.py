@@ -88,11 +88,17 @@ class Results:
             return []  # pieces of prompts
         seats = self._state.seats
         slots, sampled, tokens = step.slots, result.num_sampled, result.token_ids
+        drafting = self._state.config.num_spec_tokens > 0
+        if drafting and np.count_nonzero(step.num_drafts) == len(slots):
+            rest = sampled > ZERO
+            rest[list(errors)] = True
+            drafted: list[int] = rest.nonzero()[0].tolist()
+            return drafted
         after = seats.known[slots] + ONE
         plain = after < seats.stop_at[slots]
         plain &= seats.uid[slots] == step.uids
         plain &= ~seats.special[slots]
-        if self._state.config.num_spec_tokens:
+        if drafting:
             plain &= step.num_drafts == ZERO
         if not are_same(sampled, ones(len(slots))):
             is_one = sampled == ONE

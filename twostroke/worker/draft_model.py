@@ -59,7 +59,7 @@ class ModelDrafter:
             self.forward(self._seats.rows(seats, starts, ends - starts))
             self._num_drafted[seats] = ends
 
-    def observe(self, seats: Int32s, drafted: Int32s, accepted: Int32s) -> None:
+    def observe(self, seats: Int32s, widths: Int32s, counts: Int32s) -> None:
         pass
 
     def propose(self, seats: Int32s, limits: Int32s, num_rows: int) -> Int32s:

@@ -11,12 +11,30 @@ from typing import Protocol
 
 import numpy as np
 
-from twostroke.messages import Int32s, StepPlan
+from twostroke.messages import Float64s, Int32s, StepPlan
+from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS
+from twostroke.worker.draft_rows import BEFORE, draft_rows, weigh_rows
 from twostroke.worker.inputs import SeatTable, StepInputs
 
-# What one more row of a lone request adds to the time of a step of one row, which is 1: SmolLM2 in
-# bfloat16, and in few bits, which take more arithmetic (`twostroke bench step --rows 1 --rows 5`).
-ROW_COST, ROW_COST_FEW_BITS = 0.05, 0.2
+# Times of steps of several rows, in that of a step of one: SmolLM2, by what a row more adds in
+# bfloat16, and in few bits, which take more arithmetic. For more than MAX_QUANTISED_ROWS rows such
+# a model's weights are read in bfloat16. These are constants: a rule that followed the clock would
+# cut a request in other ways when it comes again, and so change a token of a near tie. They need
+# not be exact, for how many guesses are best changes slowly with them.
+ROW_COST = 0.05
+FEW_BITS_ROW_COST = 0.2
+WHOLE_COST, WHOLE_ROW_COST = 2.2, 0.12
+
+
+def step_costs(most: int, *, few_bits: bool) -> Float64s:
+    """What a step of 0, 1, ... `most` rows takes, in the time of one row."""
+    rows = np.arange(most + 1, dtype=np.float64)
+    costs: Float64s = 1 + ROW_COST * (rows - 1)
+    if few_bits:
+        costs = 1 + FEW_BITS_ROW_COST * (rows - 1)
+        whole = rows > MAX_QUANTISED_ROWS
+        costs[whole] = WHOLE_COST + WHOLE_ROW_COST * rows[whole]
+    return costs
 
 
 class Drafter(Protocol):
@@ -29,8 +47,11 @@ class Drafter(Protocol):
         """
         ...
 
-    def observe(self, seats: Int32s, drafted: Int32s, accepted: Int32s) -> None:
-        """So many of the drafts that `seats` had in a step were accepted."""
+    def observe(self, seats: Int32s, widths: Int32s, counts: Int32s) -> None:
+        """Of `widths[i]` tokens that were sampled for `seats[i]`, `counts[i]` are its next ones.
+
+        The last is no draft, so `counts[i] - 1` of `widths[i] - 1` drafts were accepted.
+        """
         ...
 
     def follow(self, plan: StepPlan, inputs: StepInputs) -> None:
@@ -38,105 +59,39 @@ class Drafter(Protocol):
         ...
 
 
-class DraftLengths:
-    """How many drafts a request should have, by how its last ones fared and what a row costs.
-
-    Of g drafts of which each is accepted with chance p, if those before it were, a step makes
-    1 + p + ... + p**g tokens. It takes 1 + row_cost * (rows + g - 1) times as long as one of a lone
-    row. The g with the most tokens in that time is chosen, other requests' tokens included; for p
-    see `observe`. It must not follow the clock: how a step is cut could then change a token of a
-    near tie, between two runs of the same request.
-    """
-
-    FADING = 0.7  # of what was seen in a step, with each step after it
-    BEFORE = 3.0, 2.0  # accepted and refused before anything was seen
-    RECOVERY = 0.05  # of the way back to that, for a step that goes without: to try again
-
-    def __init__(self, max_num_seqs: int, row_cost: float) -> None:
-        self._row_cost = row_cost
-        self._seen = np.empty((max_num_seqs, 2))
-        self._seen[:] = self.BEFORE
-
-    def seat(self, seat: int) -> None:
-        """A request begins."""
-        self._seen[seat] = self.BEFORE
-
-    def limits(self, seats: Int32s, most: Int32s, num_rows: int) -> Int32s:
-        """How many drafts `seats` should have in a step of `num_rows` rows, at most `most` each."""
-        accepted, refused = self._seen[seats].T
-        chance = accepted / (accepted + refused)
-        drafts = np.arange(int(most.max(initial=0)) + 1)
-        tokens = np.cumsum(chance[:, None] ** drafts, axis=1) + (num_rows - 1)
-        rates = tokens / (1 + self._row_cost * (num_rows - 1 + drafts))
-        rates[drafts > most[:, None]] = 0.0
-        best: Int32s = rates.argmax(1).astype(np.int32)
-        without = seats[best == 0]
-        self._seen[without] += self.RECOVERY * (self.BEFORE - self._seen[without])
-        return best
-
-    def observe(self, seats: Int32s, drafted: Int32s, accepted: Int32s) -> None:
-        """Of `drafted` tokens each of `seats` had so many `accepted`; the next one was refused."""
-        tried = drafted > 0
-        seats, drafted, accepted = seats[tried], drafted[tried], accepted[tried]
-        self._seen[seats] *= self.FADING
-        self._seen[seats, 0] += accepted
-        self._seen[seats, 1] += accepted < drafted
-
-
 class NgramDrafter:
     """Prompt look-up: what followed when the request's last tokens occurred before.
 
     Of the last `longest` tokens down to the last `shortest`, the most that occur earlier in the
-    request decide; of several occurrences the first does, which has the longest continuation. Both
-    are vLLM's rule.
+    request decide (vLLM's rule); of several places the latest does, which is right more often than
+    vLLM's first, for an answer goes on with what it has just begun to repeat. How many guesses are
+    made follows from how many tokens recurred, how the request's guesses fared and what rows cost
+    (`draft_rows`). `costs[r]` is the time of a step of r rows, up to all that there can be.
     """
 
     def __init__(
-        self, seats: SeatTable, *, shortest: int, longest: int, row_cost: float = ROW_COST
+        self, seats: SeatTable, *, shortest: int, longest: int, most: int, costs: Float64s
     ) -> None:
         self._seats = seats
-        self._shortest, self._longest = shortest, longest
-        self._lengths = DraftLengths(len(seats.num_tokens), row_cost)
+        self._shortest, self._longest, self._costs = shortest, longest, costs
+        max_num_seqs = len(seats.num_tokens)
+        self._chances = np.zeros((max_num_seqs, most))
+        self._refusals = np.full((max_num_seqs, 2), BEFORE)  # seen and expected
+        seat, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+        self.propose(seat, seat, 1)  # compiles it, or loads it from the cache: not in a step
+        self.observe(seat, one, one)
 
     def propose(self, seats: Int32s, limits: Int32s, num_rows: int) -> Int32s:
-        limits = self._lengths.limits(seats, limits, num_rows)
-        counts = np.zeros(len(seats), np.int32)
-        table, lengths = self._seats.token_ids, self._seats.num_tokens[seats].tolist()
-        for i, (seat, length, limit) in enumerate(
-            zip(seats.tolist(), lengths, limits.tolist(), strict=True)
-        ):
-            tokens = table[seat, :length]
-            start = continuation(tokens, self._shortest, self._longest) if limit > 0 else 0
-            if start > 0:
-                found = tokens[start : start + limit]
-                table[seat, length : length + len(found)] = found
-                counts[i] = len(found)
+        counts = np.empty(len(seats), np.int32)
+        draft_rows(
+            *(seats, limits, num_rows, self._costs, self._seats.token_ids, self._seats.num_tokens),
+            *(self._shortest, self._longest, self._refusals, self._chances, counts),
+        )
         return counts
 
-    def observe(self, seats: Int32s, drafted: Int32s, accepted: Int32s) -> None:
-        self._lengths.observe(seats, drafted, accepted)
+    def observe(self, seats: Int32s, widths: Int32s, counts: Int32s) -> None:
+        weigh_rows(seats, widths, counts, self._chances, self._refusals)
 
     def follow(self, plan: StepPlan, inputs: StepInputs) -> None:
         for new in plan.new:
-            self._lengths.seat(new.slot)
-
-
-def continuation(tokens: Int32s, shortest: int, longest: int) -> int:
-    """Index of what followed an earlier occurrence of the last tokens; 0 when there is none.
-
-    One pass of comparisons for each length, over all places at once: 20 us for 4,096 tokens.
-    """
-    last = len(tokens) - 1
-    # matches[i]: the tokens that end at i + (length - 1) are the last `length` ones.
-    matches = tokens[:last] == tokens[last]
-    found = 0
-    for length in range(1, min(longest, last) + 1):
-        if length > 1:
-            matches = matches[1:]
-            matches &= tokens[: last - length + 1] == tokens[last - length + 1]
-        first = int(matches.argmax())
-        if not matches[first]:
-            break
-        if length >= shortest:
-            found = first + length
-    return found
+            self._refusals[new.slot] = BEFORE

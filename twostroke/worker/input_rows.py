@@ -10,12 +10,21 @@ from typing import Any
 from twostroke.messages import Bools, Int32s, Int64s
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    try:
-        from twostroke.model import compiled
-    except ImportError:
-        return function
-    return compiled.kernel(cache=compiled.use_kernel_cache(__file__, compiled.__file__))(function)
+def compiled_in(file: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates functions of `file`, which call none of other files."""
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            from twostroke.model import compiled
+        except ImportError:
+            return function
+        cache = compiled.use_kernel_cache(file, compiled.__file__)
+        return compiled.kernel(cache=cache)(function)
+
+    return compiled
+
+
+_compiled = compiled_in(__file__)
 
 
 FAULTS = (

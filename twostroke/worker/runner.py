@@ -55,7 +55,7 @@ from twostroke.worker.device import (
     estimate_activations,
 )
 from twostroke.worker.draft_model import ModelDrafter, check_vocabulary
-from twostroke.worker.drafting import ROW_COST, ROW_COST_FEW_BITS, Drafter, NgramDrafter
+from twostroke.worker.drafting import Drafter, NgramDrafter, step_costs
 from twostroke.worker.few_tokens import StepOutput, few_tokens
 from twostroke.worker.inputs import (
     PlanError,
@@ -231,12 +231,13 @@ class ModelRunner:
     ) -> Drafter | None:
         most = f"at most {config.num_speculative_tokens} tokens a step"
         if config.speculative_method == "ngram":
-            fewest, longest = config.prompt_lookup_min, config.prompt_lookup_max
-            reason = f"--speculative-method ngram, {fewest} to {longest} tokens that recur"
+            low, high = config.prompt_lookup_min, config.prompt_lookup_max
+            reason = f"--speculative-method ngram, {low} to {high} tokens that recur"
             self.facts.append(("Drafts", most, reason))
             few_bits = any(linear.quantised is not None for linear in self.model.linears)
-            row_cost = ROW_COST_FEW_BITS if few_bits else ROW_COST
-            return NgramDrafter(self.seats, shortest=fewest, longest=longest, row_cost=row_cost)
+            drafts = config.num_speculative_tokens
+            costs = step_costs(config.max_num_seqs * (1 + drafts), few_bits=few_bits)
+            return NgramDrafter(self.seats, shortest=low, longest=high, most=drafts, costs=costs)
         if draft is None or layout is None:
             return None
         dtype = _KV_DTYPES[layout.dtype]
@@ -393,7 +394,7 @@ class ModelRunner:
         )
         result.num_sampled[rows] = counts
         if self.drafter is not None:
-            self.drafter.observe(seats, widths - 1, np.maximum(counts - 1, 0))
+            self.drafter.observe(seats, widths, counts)
         if not sampled.sound.all():
             for row in rows[counts == 0].tolist():
                 result.errors.append(

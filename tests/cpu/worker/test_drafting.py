@@ -1,4 +1,4 @@
-"""Prompt look-up against a plain search."""
+"""Prompt look-up against a plain search, and how many guesses are made of it."""
 
 import numpy as np
 import pytest
@@ -6,32 +6,108 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.messages import NewRequest, SamplingParams, StepPlan
-from twostroke.worker.drafting import (
-    ROW_COST,
-    ROW_COST_FEW_BITS,
-    DraftLengths,
-    NgramDrafter,
-    continuation,
-)
+from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS
+from twostroke.worker.draft_rows import guess
+from twostroke.worker.drafting import NgramDrafter, step_costs
 from twostroke.worker.inputs import SeatTable
 
+NONE = np.empty(0, np.int32)
+FREE = np.ones(200)  # rows that cost nothing
 
-def plain_search(tokens: list[int], shortest: int, longest: int) -> int:
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def plain_search(tokens: list[int], shortest: int, longest: int) -> tuple[int, int]:
+    """How many of the last tokens recur, and where the latest such place ends."""
     for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
-        for end in range(length, len(tokens)):
+        for end in range(len(tokens) - 1, length - 1, -1):
             if tokens[end - length : end] == tokens[-length:]:
-                return end
-    return 0
+                return length, end
+    return 0, 0
 
 
 @given(
     tokens=st.lists(st.integers(0, 2), min_size=1, max_size=30),
     shortest=st.integers(1, 4),
     more=st.integers(0, 4),
+    most=st.integers(1, 6),
 )
-def test_the_longest_match_counts_and_of_several_the_first(tokens, shortest, more):
-    found = continuation(np.array(tokens, np.int32), shortest, shortest + more)
-    assert found == plain_search(tokens, shortest, shortest + more)
+def test_the_longest_match_counts_and_of_several_the_latest(tokens, shortest, more, most):
+    table, chances = np.array(tokens + [-1] * most, np.int32), np.zeros(most)
+    found = guess(table, len(tokens), shortest, shortest + more, most, chances)
+    matched, end = plain_search(tokens, shortest, shortest + more)
+    assert found == (most if matched else 0)
+    if matched:
+        follows = list(tokens)
+        for j in range(most):
+            follows.append(follows[end + j])  # past the end: the guesses themselves
+        assert table.tolist() == follows
+        assert ((chances > 0) & (chances < 1)).all()
+
+
+def chances_of(tokens: list[int], most: int = 2, longest: int = 8) -> list[float]:
+    table, chances = np.array(tokens + [-1] * most, np.int32), np.zeros(most)
+    assert guess(table, len(tokens), 1, longest, most, chances) == most
+    return chances.tolist()
+
+
+def test_a_guess_is_the_likelier_the_more_tokens_recur():
+    one, two = chances_of([1, 2, 3, 4, 1]), chances_of([1, 2, 3, 4, 1, 2])
+    assert one[0] < two[0]
+    assert one[1] == two[0], "if the first holds, one token more recurs"
+    assert chances_of([1, 2, 3, 4, 1, 2], longest=1) == [one[0]] * 2
+
+
+def test_a_guess_is_less_likely_where_places_differ():
+    agree = chances_of([8, 1, 2, 3, 9, 1, 2, 3, 7, 1])
+    differ = chances_of([8, 1, 2, 4, 9, 1, 2, 3, 7, 1])
+    assert differ == [agree[0], agree[1] / 2]
+
+
+class Seated:
+    """A drafter, and requests at seats 0, 1, ..."""
+
+    def __init__(self, *texts: list[int], costs: np.ndarray = FREE, most: int = 8) -> None:
+        self.seats = SeatTable(max_num_seqs=4, max_model_len=64, block_size=4, num_blocks=9)
+        self.drafter = NgramDrafter(self.seats, shortest=1, longest=8, most=most, costs=costs)
+        self.most = most
+        for slot, text in enumerate(texts):
+            self.seat(slot, text)
+
+    def seat(self, slot: int, text: list[int]) -> None:
+        new = NewRequest(
+            slot=slot,
+            request_id="r",
+            token_ids=np.array(text, np.int32),
+            num_prompt_tokens=len(text),
+            params=SamplingParams(),
+            stop_token_ids=(),
+            block_ids=np.array([1, 2], np.int32),
+        )
+        plan = StepPlan(
+            step=0,
+            slots=NONE,
+            num_computed=NONE,
+            num_scheduled=NONE,
+            samples=np.empty(0, np.bool_),
+            new=[new],
+        )
+        self.seats.apply(plan)
+        self.drafter.follow(plan, None)
+
+    def counts(self, *seats: int, limit: int = 8, num_rows: int = 0) -> list[int]:
+        limits = np.full(len(seats), limit, np.int32)
+        return self.drafter.propose(ints(*seats), limits, num_rows or len(seats)).tolist()
+
+    def refuse(self, seat: int, times: int = 9) -> None:
+        for _ in range(times):
+            self.counts(seat)
+            self.drafter.observe(ints(seat), ints(self.most + 1), ints(1))
+
+
+SHORT, LONG = [1, 2, 3, 4, 5, 6, 1], [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -40,76 +116,77 @@ def test_the_longest_match_counts_and_of_several_the_first(tokens, shortest, mor
         ([1, 2, 3, 4, 9, 1, 2], 3, [3, 4, 9]),
         ([1, 2, 3, 4, 9, 1, 2], 1, [3]),
         ([1, 2, 3, 4, 9, 1, 2], 0, []),
-        ([5, 1, 2, 1, 2], 4, [1, 2]),  # no more follows
+        ([1, 2, 3, 1, 2, 4, 1, 2], 2, [4, 1]),
+        ([5, 1, 2, 1, 2], 4, [1, 2, 1, 2]),
         ([1, 2, 3, 4], 4, []),
         ([7], 4, []),
     ],
 )
 def test_drafts_stand_behind_the_known_tokens(tokens, limit, drafts):
-    seats = SeatTable(max_num_seqs=2, max_model_len=20, block_size=4, num_blocks=9)
-    none = np.empty(0, np.int32)
-    new = NewRequest(
-        slot=1,
-        request_id="r",
-        token_ids=np.array(tokens, np.int32),
-        num_prompt_tokens=len(tokens),
-        params=SamplingParams(),
-        stop_token_ids=(),
-        block_ids=np.array([1, 2], np.int32),
-    )
-    empty = np.empty(0, np.bool_)
-    seats.apply(
-        StepPlan(
-            step=0, slots=none, num_computed=none, num_scheduled=none, samples=empty, new=[new]
-        )
-    )
-    drafter = NgramDrafter(seats, shortest=2, longest=3)
-    seat = np.array([1], np.int32)
-    counts = drafter.propose(seat, np.array([limit], np.int32), 1)
-    assert counts.tolist() == [len(drafts)]
-    assert seats.drafts(seat, counts).tolist() == drafts
-    assert seats.num_tokens[1] == len(tokens)
+    them = Seated([0], tokens)
+    assert them.counts(1, limit=limit) == [len(drafts)]
+    assert them.seats.drafts(ints(1), ints(len(drafts))).tolist() == drafts
+    assert them.seats.num_tokens[1] == len(tokens)
 
 
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
+def test_rows_that_cost_more_get_fewer_guesses():
+    found = [
+        Seated(SHORT, costs=1 + cost * (np.arange(200) - 1)).counts(0)[0]
+        for cost in (0.0, 0.05, 0.2, 0.5, 1.0)
+    ]
+    assert found == sorted(found, reverse=True)
+    assert (found[0], found[-1]) == (8, 0)
 
 
-def lengths(row_cost: float, accepted: list[int], *, most: int = 12, num_rows: int = 1) -> int:
-    """Drafts of a request after steps of 4 in which so many were accepted."""
-    rule = DraftLengths(2, row_cost)
-    for count in accepted:
-        rule.observe(ints(0, 1), ints(4, 0), ints(count, 0))
-    (limit,) = rule.limits(ints(0), ints(most), num_rows)
-    return int(limit)
+def test_a_jump_of_the_cost_is_worth_it_for_a_long_match_only():
+    rows = np.arange(200)
+    costs = np.where(rows <= 3, 1.0, 1.7)
+    assert Seated(SHORT, costs=costs).counts(0) == [2]
+    assert Seated(LONG, costs=costs).counts(0) == [8]
 
 
-def test_the_more_were_accepted_the_more_are_proposed():
-    found = [lengths(ROW_COST_FEW_BITS, [count] * 9) for count in range(5)]
-    assert found == sorted(found)
-    assert (found[0], found[-1]) == (0, 12)
-    assert lengths(ROW_COST, [2] * 9) > found[2], "cheap rows allow for more"
+def test_of_several_requests_the_likelier_guesses_are_made():
+    costs = 1 + 0.3 * (np.arange(200) - 1)
+    them = Seated(LONG, SHORT, [1, 2, 3], costs=costs)
+    long, short, nothing = them.counts(0, 1, 2)
+    assert long > short
+    assert nothing == 0
+    assert them.counts(1, 0)[0] == short
+    # Beside others that do not guess, a row more adds less to the step's time, and so do tokens.
+    assert them.counts(1, num_rows=60)[0] == 0
 
 
-def test_who_runs_beside_many_others_gets_drafts_only_if_they_are_likely():
-    assert lengths(ROW_COST_FEW_BITS, [], num_rows=1) > 0
-    assert lengths(ROW_COST_FEW_BITS, [], num_rows=64) == 0
-    assert lengths(ROW_COST_FEW_BITS, [4] * 20, num_rows=64) > 0
+def test_guesses_that_fail_become_fewer_and_are_tried_again():
+    costs = step_costs(200, few_bits=True)
+    them = Seated(LONG, LONG, costs=costs)
+    fresh = them.counts(0)
+    assert fresh[0] > 0
+    them.refuse(0)
+    assert them.counts(0) < fresh
+    assert them.counts(1) == fresh, "requests are apart"
+    for _ in range(40):
+        them.drafter.observe(ints(0), ints(1), ints(1))  # steps without guesses
+    assert them.counts(0) == fresh
+    them.refuse(1)
+    them.seats.taken[1] = False
+    them.seat(1, LONG)
+    assert them.counts(1) == fresh, "a new request begins anew"
 
 
-def test_limits_hold_and_requests_are_apart():
-    rule = DraftLengths(3, ROW_COST)
-    rule.observe(ints(0, 2), ints(4, 4), ints(4, 0))
-    assert rule.limits(ints(0, 1), ints(3, 0), 2).tolist() == [3, 0]
-    fresh = rule.limits(ints(1), ints(12), 2)
-    rule.seat(2)
-    assert rule.limits(ints(2), ints(12), 2).tolist() == fresh.tolist()
+def test_guesses_that_hold_become_more():
+    them = Seated(SHORT, costs=step_costs(200, few_bits=True))
+    fresh = them.counts(0)
+    for _ in range(20):
+        them.counts(0)
+        them.drafter.observe(ints(0), ints(5), ints(5))
+    assert them.counts(0) > fresh
 
 
-def test_a_request_whose_drafts_failed_is_tried_again():
-    rule = DraftLengths(1, ROW_COST_FEW_BITS)
-    for _ in range(9):
-        rule.observe(ints(0), ints(4), ints(0))
-    found = [int(rule.limits(ints(0), ints(4), 1)[0]) for _ in range(40)]
-    assert found[0] == 0
-    assert found[-1] > 0
+@pytest.mark.parametrize("few_bits", [False, True])
+def test_a_step_of_more_rows_takes_longer(few_bits):
+    costs = step_costs(40, few_bits=few_bits)
+    assert len(costs) == 41
+    assert costs[1] == 1
+    assert (np.diff(costs) > 0).all()
+    jump = np.diff(costs).argmax() + 1
+    assert not few_bits or jump == MAX_QUANTISED_ROWS + 1
