@@ -11,8 +11,9 @@ so a block is read from start to end, once for up to MAX_TILE_ROWS rows:
     acc[row][64] += x[row][pair] . weight[pair][64]      one instruction (vdpbf16ps) for 16 outputs
 
 The sums are in oneDNN's order, inputs in chunks, so a row's result is the same to the last bit
-whether this kernel or, beside many other rows, oneDNN computed it. Needs AVX512-BF16; the layout is
-not documented, so nothing is used before it has been tried.
+whether this kernel or, beside many other rows, oneDNN computed it. Many rows are as fast as oneDNN's
+here, so a step that is one program (`worker.many_rows`) multiplies any number of them. Needs
+AVX512-BF16; the layout is not documented, so nothing is used before it has been tried.
 """
 
 import functools
@@ -39,7 +40,7 @@ from twostroke.model.tile_ir import (
     tail_of,
 )
 
-MAX_ROWS = 64  # above, oneDNN is as fast
+MAX_ROWS = 64  # above, threads had better share rows than the weight; and oneDNN is as fast
 _CHUNKS = (1024, 512)  # inputs that oneDNN has been seen to sum up before adding them to the rest
 
 
