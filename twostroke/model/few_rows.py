@@ -11,8 +11,8 @@ so a block is read from start to end, once for up to MAX_TILE_ROWS rows:
     acc[row][64] += x[row][pair] . weight[pair][64]      one instruction (vdpbf16ps) for 16 outputs
 
 The sums are in oneDNN's order, inputs in chunks, so a row's result is the same to the last bit
-whether this kernel or, beside many other rows, oneDNN computed it. Many rows are as fast as oneDNN's
-here, so a step that is one program (`worker.many_rows`) multiplies any number of them. Needs
+whether this kernel or, beside many other rows, oneDNN computed it. With many rows it is as fast as
+oneDNN's, so a step that is one program (`worker.many_rows`) multiplies any number of them. Needs
 AVX512-BF16; the layout is not documented, so nothing is used before it has been tried.
 """
 
