@@ -71,9 +71,12 @@ def best_rows(logits: int, best: int, first: int, last: int, width: int) -> None
         bits = words(logits + row * width * 4, width)
         top, where = np.int32(-0x80000000), 0
         for start in range(0, width, _BLOCK):
+            # Counted from 0, indices cannot be negative, and the loop becomes one of vectors.
+            count = min(_BLOCK, width - start)
+            block = words(logits + (row * width + start) * 4, count)
             highest = np.int32(-0x80000000)
-            for i in range(start, min(start + _BLOCK, width)):
-                highest = max(highest, _key(bits[i]))
+            for i in range(count):
+                highest = max(highest, _key(block[i]))
             if highest > top:
                 top, where = highest, start
         while _key(bits[where]) != top:
