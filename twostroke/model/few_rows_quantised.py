@@ -1,7 +1,7 @@
 """Products of few rows with a weight of 4 or 8 bits, read as it is: a decode step's linear layers.
 
 What a weight of few bits saves is the way from memory, so the arithmetic must keep up with that:
-per 64 bytes of the weight 7 instructions for a row (4 bits) or 2 (8 bits). Numbers of 4 bits become
+per 64 bytes of the weight 4 instructions for a row (4 bits) or 2 (8 bits). Numbers of 4 bits become
 bytes by a mask, and are multiplied as bytes (vpdpbusd: 64 products with x, added by fours). For
 that x is rounded to integers too, group by group, of 15 bits in two levels of 8:
 
@@ -212,7 +212,7 @@ def _groups_ahead(rows: int, bits: int) -> int:
     """How far ahead the memory is asked for weights.
 
     Far enough that several rows never wait. One row does nothing but wait; with 8 bits it is faster
-    (33 GB/s to one thread, not 19: Zen 4) when it comes close behind, and the processor, which sees
+    (32 GB/s to one thread, not 22: Zen 4) when it comes close behind, and the processor, which sees
     it miss, reads ahead too.
     """
     if bits == 4:

@@ -174,8 +174,7 @@ def _use_object_cache(engine: Any, key: str) -> None:
     engine.set_object_cache(keep, kept)
 
 
-# Into L2, for L1 has no room: the 96 MB of SmolLM2's weights in 4 and 8 bits come at 28 GB/s to one
-# thread, and at 20 with prefetches into L1; further ahead is no faster (Zen 4, huge pages).
+# Into L2, for L1 has no room. How far ahead, where a kernel does not say.
 _PREFETCH_BYTES, _PREFETCH_INTO_L2 = 2048, 2
 PREFETCH = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
 VPDPBUSD = "declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <16 x i32>, <16 x i32>)"
