@@ -183,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=5, help="most drafts a step")
+    parser.add_argument("--tokens", type=int, default=7, help="most drafts a step")
     parser.add_argument("--lookup", type=int, nargs=2, default=(1, 32), metavar=("MIN", "MAX"))
     parser.add_argument("--batch", type=int, default=1, help="prompts at once")
     parser.add_argument("--length", type=int, default=160, help="tokens of an answer")

@@ -211,7 +211,7 @@ def test_vllms_speculative_config_sets_ours():
     assert (settings.prompt_lookup_min, settings.prompt_lookup_max) == (1, 32)
     assert settings.num_speculative_tokens == 4
     settings, _ = resolve({"speculative_method": "ngram"}, environ={})
-    assert settings.num_speculative_tokens == 5
+    assert settings.num_speculative_tokens == 7
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("YES", True), ("off", False)])
