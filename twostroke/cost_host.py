@@ -24,7 +24,7 @@ from twostroke.trace_steps import Trace, TracedStep
 MOST_GAP_S = 0.1  # longer waits between two steps are no overhead, but something that happened
 LEAST_STEPS = 8  # fewer say nothing of what happens to them
 # A machine that is shared with others has slower minutes. Steps of those in which steps around take
-# so much longer than in most are not fitted to; that they happen is part of the spread.
+# so much longer than in most are neither fitted to nor part of the spread.
 SLOW, AROUND_S = 1.15, 1.0
 LONG_S = 0.05  # of a step that takes so long, what a pause before it adds is no part
 LEAST_ALONE = 0.2  # of a step's time is its own, whatever others take from it
@@ -103,7 +103,7 @@ def _taking(step: TracedStep, seconds: float) -> TracedStep:
 def _fit_typical(steps: Sequence[TracedStep]) -> LinearStepCost:
     """To steps, less those of slow minutes."""
     cost, _ = fit_step_cost([step.sample for step in steps])
-    typical = _chosen(steps, _typical(steps, cost))
+    typical = _chosen(steps, _typical(steps, _ratios(steps, cost)))
     cost, _ = fit_step_cost([step.sample for step in typical])
     return cost
 
@@ -115,12 +115,13 @@ def error_on(cost: LinearStepCost, host: HostCost, steps: Sequence[TracedStep]) 
 
 
 def spread_of(steps: Sequence[TracedStep], cost: LinearStepCost, host: HostCost) -> StepSpread:
-    """What steps took of what they take alone, but for what pauses and other engines add; engine
-    by engine, each in order."""
+    """What steps took of what they take alone, but for what pauses and other engines add and but
+    for slow minutes; engine by engine, each in order."""
     alone_s, longer_s = _predicted(steps, cost, host)
     measured_s = np.array([step.sample.seconds for step in steps])
-    order = [index for own in _by_engine(steps).values() for index in own]
     ratios = (measured_s - longer_s) / np.maximum(alone_s, 1e-9)
+    typical = _typical(steps, ratios)
+    order = [index for own in _by_engine(steps).values() for index in own if typical[index]]
     return StepSpread.of([steps[i].sample.num_tokens for i in order], ratios[order])
 
 
@@ -139,11 +140,10 @@ def _chosen(steps: Sequence[TracedStep], which: Bools) -> list[TracedStep]:
     return [step for step, it in zip(steps, which, strict=True) if it]
 
 
-def _typical(steps: Sequence[TracedStep], cost: LinearStepCost) -> Bools:
-    """[steps] Whether steps around each take no longer than most of all; or all, where that says
-    nothing."""
+def _typical(steps: Sequence[TracedStep], ratios: Float64s) -> Bools:
+    """[steps] Whether steps around each take no longer, of what is predicted, than most of all; or
+    all, where that says nothing."""
     starts = np.array([step.start_s for step in steps])
-    ratios = _ratios(steps, cost)
     firsts = starts.searchsorted(starts - AROUND_S)
     ends = starts.searchsorted(starts + AROUND_S, side="right")
     around = np.array([np.median(ratios[a:b]) for a, b in zip(firsts, ends, strict=True)])

@@ -1,7 +1,7 @@
 """How steps of one size differ from each other, as recorded: what a mean does not say.
 
     measured / predicted     0.97 1.02 0.99 | 1.90 2.05 1.97 | 1.01 0.98 ...
-                                             a core that is shared, a slow minute of the machine
+                                             a core that is shared for a while
 
 Late steps come in runs, so the ratios are kept in the order in which they were measured, by size of
 step. The twin reads on from a place that its seed decides: its n-th step takes the n-th ratio from
@@ -19,7 +19,7 @@ from twostroke.arrays import Float64s
 from twostroke.errors import ConfigError
 
 # Steps of up to so many tokens, and more than the size before, are alike. What lasts longer is less
-# often late: the slower minutes of a machine show, a core that is shared for 10 ms does not.
+# often late: a core that is shared for 10 ms does not show.
 SIZES = (1, 2, 4, 16, 64, 256, 1 << 31)
 LEAST_RATIOS = 16  # fewer say nothing of how steps of a size differ
 MOST_RATIOS, RUN = 2048, 128  # kept of a size, in runs of so many as far apart as can be

@@ -136,7 +136,7 @@ def test_a_hand_off() -> None:
     assert host.handoff_s == pytest.approx(4.5e-3 - 4e-4)
 
 
-def test_slow_minutes_are_not_fitted_to_but_are_part_of_the_spread() -> None:
+def test_slow_minutes_are_neither_fitted_to_nor_part_of_the_spread() -> None:
     """A machine that is half as fast for a fifth of the time."""
     parts, now = [], 0.0
     for seed in range(5):
@@ -148,7 +148,7 @@ def test_slow_minutes_are_not_fitted_to_but_are_part_of_the_spread() -> None:
     for it in parts[4]:
         assert cost.step_s(work_of(it.sample)) == pytest.approx(it.sample.seconds, rel=0.02)
     late = np.concatenate([series > 1.9 for series in host.spread.ratios])
-    assert late.mean() == pytest.approx(1 / 5, rel=0.1)
+    assert late.mean() < 0.02
 
 
 def test_steps_without_clients() -> None:
