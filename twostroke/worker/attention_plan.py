@@ -22,7 +22,7 @@ MERGE_COLUMNS = 6  # row, head, first query, queries, first partial row, parts
 _CACHE = use_kernel_cache(__file__, attention_simd.__file__, compiled_file.__file__)
 
 
-@kernel(cache=_CACHE)
+@kernel(cache=_CACHE, nogil=False)
 def plan_step(
     query_start: Int32s,
     num_computed: Int32s,
@@ -184,7 +184,7 @@ def _shares_part(
     return True
 
 
-@kernel(cache=_CACHE)
+@kernel(cache=_CACHE, nogil=False)
 def locate_tokens(
     query_start: Int32s,
     num_computed: Int32s,

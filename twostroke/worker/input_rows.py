@@ -19,7 +19,7 @@ def compiled_in(file: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         except ImportError:
             return function
         cache = compiled.use_kernel_cache(file, compiled.__file__)
-        return compiled.kernel(cache=cache)(function)
+        return compiled.kernel(cache=cache, nogil=False)(function)
 
     return compiled
 
