@@ -330,13 +330,15 @@ class ModelRunner:
 
     def _run_rows(self, plan: StepPlan, result: StepResult) -> None:
         num_drafts = self._fill_in_drafts(plan)
+        if len(num_drafts):
+            result.num_verified = num_drafts
+            num_drafts = num_drafts if num_drafts.any() else NO_TOKENS
         inputs = self.seats.step_inputs(plan, num_drafts)
         rows = plan.samples.nonzero()[0]
         # A row with g drafts is sampled at its last g + 1 positions.
         widths = np.ones(len(rows), np.int32)
         if len(num_drafts):
             widths += num_drafts[rows]
-            result.num_verified = num_drafts
         all_sample = len(inputs.token_ids) == (widths.sum() if len(num_drafts) else len(rows))
         last = None if all_sample else spans(inputs.query_start[rows + 1] - widths, widths)
         output = self._forward(inputs, all_sample, None if self._num_prompt_logprobs else last)
@@ -348,7 +350,9 @@ class ModelRunner:
             return
         seats = plan.slots[rows]
         if output.best is not None and self.sampler.wants_best(seats):
-            row_seats, _, drafts = self._sampled_rows(seats, widths)
+            row_seats, drafts = seats, NO_TOKENS
+            if len(num_drafts):
+                row_seats, _, drafts = self.seats.sampled_rows(seats, widths)
             sampled = self.sampler.take_best(output.best, row_seats, drafts)
         else:
             every = np.arange(len(inputs.token_ids))
@@ -376,14 +380,9 @@ class ModelRunner:
 
     def _sample(self, logits: Tensor, seats: Int32s, widths: Int32s) -> Sampled:
         """Sample at `widths[i]` positions of `seats[i]`, the last ones behind drafts."""
-        row_seats, positions, drafts = self._sampled_rows(seats, widths)
-        return self.sampler.sample(logits, row_seats, positions, drafts)
-
-    def _sampled_rows(self, seats: Int32s, widths: Int32s) -> tuple[Int32s, Int32s, Int32s]:
-        """Seat and position of each row that is sampled; and drafts, if any has one."""
         if self.drafter is None:
-            return seats, self.seats.num_tokens[seats], NO_TOKENS
-        return self.seats.sampled_rows(seats, widths)
+            return self.sampler.sample(logits, seats, self.seats.num_tokens[seats])
+        return self.sampler.sample(logits, *self.seats.sampled_rows(seats, widths))
 
     def _keep(
         self, seats: Int32s, rows: Int64s, widths: Int32s, sampled: Sampled, result: StepResult
