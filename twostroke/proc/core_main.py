@@ -223,11 +223,11 @@ class CoreProcess:
 
     def _take_inbox(self, *, wait: bool) -> None:
         """Apply every message that is there; with `wait`, block for the first, or a deadline."""
-        with contextlib.suppress(queue.Empty):
-            if wait:
+        if wait:
+            with contextlib.suppress(queue.Empty):
                 self._apply(self.inbox.get(timeout=self._patience_s()))
-            while True:
-                self._apply(self.inbox.get_nowait())
+        while not self.inbox.empty():  # nobody else takes from it
+            self._apply(self.inbox.get_nowait())
         # Ranks in processes of their own hear of what they are to read with their plans alone.
         if isinstance(self.executor, ThreadExecutor) and (pieces := self.core.take_pieces()):
             self.executor.read(pieces)
