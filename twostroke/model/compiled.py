@@ -99,10 +99,8 @@ def inner(function: _Function) -> _Function:
 def kernel(*, cache: str, nogil: bool = True) -> Callable[[_Function], _Function]:
     """Called from Python; kept in the cache.
 
-    Without `nogil` where it takes microseconds and something long comes after it: a thread that
-    lets go of the lock for a moment gives it to another that waits, which keeps it for all that it
-    has to do. A step's preparation would thus wait until the core has done its part of the last
-    one and of the next, which has time while the model runs.
+    Without `nogil` where it takes microseconds, and what comes after it should not wait for all
+    that another thread, to which the lock would go, has to do (see `worker.input_rows`).
     """
     compiled: Callable[[_Function], _Function] = numba.njit(
         nogil=nogil, cache=bool(cache), error_model="numpy"

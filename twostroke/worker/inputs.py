@@ -36,7 +36,14 @@ from twostroke.messages import (
     SamplingParams,
     StepPlan,
 )
-from twostroke.worker.input_rows import FAULTS, accept_rows, append_rows, fill_rows, sampled_rows
+from twostroke.worker.input_rows import (
+    FAULTS,
+    accept_rows,
+    append_rows,
+    fill_rows,
+    look_up_blocks,
+    sampled_rows,
+)
 
 
 class PlanError(RuntimeError):
@@ -170,12 +177,14 @@ class SeatTable:
         if fault >= 0:
             self._refuse(plan, fault, row, limit)
         total = query_start[-1]
+        block_tables = np.empty((rows, -(-longest // self.block_size)), np.int32)
+        look_up_blocks(self.block_ids, slots, block_tables)
         return StepInputs(
             token_ids=token_ids[:total],
             positions=positions[:total],
             query_start=query_start,
             num_computed=starts,
-            block_tables=self.block_ids[slots, : -(-longest // self.block_size)],
+            block_tables=block_tables,
         )
 
     def rows(self, seats: Int32s, starts: Int32s, counts: Int32s) -> StepInputs:

@@ -437,7 +437,8 @@ class ModelRunner:
     def _propose(self, seats: Int32s, limits: Int32s, num_rows: int) -> Int32s:
         """Ask for drafts, at most as many as a request can still use beside a sampled token."""
         assert self.drafter is not None
-        wanted = self.seats.max_tokens[seats] - self.seats.num_tokens[seats] - 1
+        index = seats.astype(np.int64)  # with another type NumPy lets go of the interpreter's lock
+        wanted = self.seats.max_tokens[index] - self.seats.num_tokens[index] - 1
         limits = np.clip(wanted, 0, limits)
         return self.drafter.propose(seats, limits, num_rows)
 

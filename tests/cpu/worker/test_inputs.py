@@ -1,12 +1,15 @@
 """The persistent batch against a plain per-token model of it."""
 
+import sys
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.messages import NewRequest, SamplingParams, StepPlan
-from twostroke.worker.inputs import PlanError, SeatTable
+from twostroke.worker.inputs import PlanError, SeatTable, warm_up_rows
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 30
@@ -145,6 +148,31 @@ def test_a_plan_that_contradicts_the_seats_is_named(wrong: StepPlan, text: str):
 def apply_and_build(seats: SeatTable, step: StepPlan) -> None:
     seats.apply(step)
     seats.step_inputs(step)
+
+
+def test_no_other_thread_runs_before_the_inputs_are_ready():
+    """The core's main thread waits for the interpreter at that time, and would keep it for long."""
+    warm_up_rows()
+    seats = table()
+    seats.apply(plan(new=[new(0, [1, 2, 3], [9])]))
+    step, go, ran = plan([(0, 2, 1, True)]), threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: go.wait() and ran.set())
+    thread.start()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # it gets its turn only if it is let in
+    try:
+        go.set()
+        for _ in range(2000):  # 20 ms, in which it wakes up
+            seats.num_computed[0] = 2
+            seats.step_inputs(step)
+            _, positions, _ = seats.sampled_rows(ints(0), ints(1))
+        let_in = ran.is_set()
+    finally:
+        sys.setswitchinterval(interval_s)
+    thread.join()
+    assert positions.tolist() == [3]
+    assert ran.is_set()
+    assert not let_in
 
 
 def test_rows_start_at_our_own_count_when_drafts_were_rejected_meanwhile():
