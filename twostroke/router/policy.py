@@ -22,10 +22,9 @@ the least recently sent are forgotten once they exceed its pool. A wrong guess c
 """
 
 import hashlib
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +38,8 @@ SLACK_TOKENS = 8 * DECODE_TOKENS  # so that a prefix is worth something while th
 MAX_INDEX_BLOCKS = 1 << 16  # an engine; about 10 MB
 FINE_BLOCKS, COARSE = 8, 4  # beyond so many blocks of a prompt only every fourth has a key
 _FEW = 8  # this part of them may be too many
-_MUCH = 1 << 16  # keys that are listed in vain before they are struck out
+
+UInt64s = NDArray[np.uint64]
 
 
 class PrefixKeys:
@@ -53,14 +53,16 @@ class PrefixKeys:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._multipliers: NDArray[np.uint64] = np.empty(0, np.uint64)
+        self._multipliers: UInt64s = np.empty(0, np.uint64)
 
     def of(self, token_ids: Sequence[int] | Int32s, salt: str) -> list[int]:
         """One key for each whole block but the last token's: that token is always computed."""
-        num_blocks = (len(token_ids) - 1) // self._block_size
+        size = self._block_size
+        num_blocks = (len(token_ids) - 1) // size
         if num_blocks <= 0:
             return []
-        num_tokens = num_blocks * self._block_size
+        num_fine = min(num_blocks, FINE_BLOCKS) * size
+        num_tokens = num_fine + (num_blocks * size - num_fine) // (COARSE * size) * COARSE * size
         if num_tokens > len(self._multipliers):
             # The same stream from its start, so keys stay what they were.
             self._multipliers = np.random.Generator(np.random.PCG64(0)).integers(
@@ -68,13 +70,19 @@ class PrefixKeys:
             )
         terms = np.asarray(token_ids[:num_tokens]).astype(np.uint64)
         terms += np.uint64(1)  # else a token 0 would be like no token
-        terms *= self._multipliers[:num_tokens]
-        chain = terms.cumsum()[self._block_size - 1 :: self._block_size]
+        factors = self._multipliers[:num_tokens]
+        fine = _products(terms[:num_fine], factors[:num_fine], size)
+        coarse = _products(terms[num_fine:], factors[num_fine:], COARSE * size)
         digest = hashlib.blake2b(salt.encode(), digest_size=8).digest()
-        chain = chain + np.frombuffer(digest, np.uint64)
-        fine: list[int] = chain[:FINE_BLOCKS].tolist()
-        coarse: list[int] = chain[FINE_BLOCKS + COARSE - 1 :: COARSE].tolist()
-        return fine + coarse
+        chain = np.concatenate((np.frombuffer(digest, np.uint64), fine, coarse)).cumsum()
+        keys: list[int] = chain[1:].tolist()
+        return keys
+
+
+def _products(terms: UInt64s, factors: UInt64s, size: int) -> UInt64s:
+    """The sum of `terms * factors` over each `size` of them."""
+    sums: UInt64s = np.einsum("ij,ij->i", terms.reshape(-1, size), factors.reshape(-1, size))
+    return sums
 
 
 def blocks_of(num_keys: int) -> int:
@@ -82,98 +90,104 @@ def blocks_of(num_keys: int) -> int:
     return num_keys + max(num_keys - FINE_BLOCKS, 0) * (COARSE - 1)
 
 
+@dataclass(slots=True, eq=False)
+class _Stretch:
+    """Keys of a prompt, one behind the other, that were last sent together."""
+
+    start: int  # how many keys of the prompt are before them
+    keys: list[int]
+
+    def num_shared(self, keys: Sequence[int]) -> int:
+        """How many of them a prompt has that has the first."""
+        own, start = self.keys, self.start
+        low, high = 1, min(len(own), len(keys) - start)
+        if own[high - 1] == keys[start + high - 1]:  # most often
+            return high
+        while low < high:
+            middle = (low + high) // 2
+            if own[middle] == keys[start + middle]:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
 class PrefixIndex:
     """Which blocks were lately sent to one engine: at most `capacity` (or an eighth more, if it is
     large), the oldest go first.
 
     The ends of a prompt are older than its beginnings, as in the engine's own cache. So of each
-    prompt the blocks up to some one are here, and none behind it.
+    prompt the blocks up to some one are here, and none behind it. As a key stands for all that is
+    before it, prompts need not be looked at key by key, but where they part:
+
+        prompts     a b c d e f      a b c g h i      a b c g k
+        stretches   a b c    d e f    g    h i    k
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._num_blocks = 0
-        self._last: dict[int, int] = {}  # which prompt had a key last, by its number
-        # Their numbers and keys, the oldest first; how many keys of each are left out before.
-        self._prompts: deque[tuple[int, Sequence[int], int]] = deque()
-        self._num_listed = 0  # keys there, those counted that a later prompt had too
+        self._by_first: dict[int, _Stretch] = {}  # by the first of its keys
+        self._by_age: OrderedDict[_Stretch, None] = OrderedDict()  # the oldest first
 
     def __len__(self) -> int:
         return self._num_blocks
 
     def match(self, keys: Sequence[int]) -> int:
         """How many leading blocks it holds."""
-        last, low, high = self._last, 0, len(keys)
-        if not high or keys[0] not in last:  # most often
-            return 0
-        while low < high:
-            middle = (low + high) // 2
-            if keys[middle] in last:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        held, by_first = 0, self._by_first
+        while held < len(keys) and (stretch := by_first.get(keys[held])) is not None:
+            shared = stretch.num_shared(keys)
+            held += shared
+            if shared < len(stretch.keys):
+                break
+        return held
 
     def add(self, keys: Sequence[int]) -> None:
         """These blocks of a prompt are the newest now."""
-        if not keys:
-            return
-        number = self._prompts[-1][0] + 1 if self._prompts else 0
-        last, before = self._last, len(self._last)
-        last.update(zip(keys[:FINE_BLOCKS], repeat(number)))
-        fine = len(last) - before
-        last.update(zip(keys[FINE_BLOCKS:], repeat(number)))
-        self._num_blocks += fine + COARSE * (len(last) - before - fine)
-        self._prompts.append((number, keys, 0))
-        self._num_listed += len(keys)
+        held, path = 0, []
+        while held < len(keys) and (stretch := self._by_first.get(keys[held])) is not None:
+            shared = stretch.num_shared(keys)
+            if shared < len(stretch.keys):
+                stretch = self._part(stretch, shared)
+            path.append(stretch)
+            held += shared
+        if held < len(keys):
+            rest = self._by_first[keys[held]] = _Stretch(held, list(keys[held:]))
+            path.append(rest)
+            self._num_blocks += blocks_of(len(keys)) - blocks_of(held)
+        for stretch in reversed(path):
+            self._by_age[stretch] = None
+            self._by_age.move_to_end(stretch)
         if self._num_blocks > self.capacity + self.capacity // _FEW:
             self._forget_oldest()
-        if self._num_listed > 2 * len(last) + _MUCH:
-            self._list_anew()
+
+    def _part(self, stretch: _Stretch, at: int) -> _Stretch:
+        """Cut it in two; what is behind the cut stays as old as it is. Returns the other half."""
+        front = _Stretch(stretch.start, stretch.keys[:at])
+        stretch.start, stretch.keys = stretch.start + at, stretch.keys[at:]
+        self._by_first[front.keys[0]], self._by_first[stretch.keys[0]] = front, stretch
+        return front
 
     def _forget_oldest(self) -> None:
-        while self._prompts and (excess := self._num_blocks - self.capacity) > 0:
-            number, keys, before = self._prompts.popleft()
-            self._num_listed -= len(keys)
-            stale = self._num_stale(number, keys)
-            # Of its own keys the last ones go: all, or as many as make up for the excess.
-            coarse = max(len(keys) - max(FINE_BLOCKS - before, stale), 0)
+        while self._by_age and (excess := self._num_blocks - self.capacity) > 0:
+            stretch = next(iter(self._by_age))  # nothing follows it any more
+            start, end = stretch.start, stretch.start + len(stretch.keys)
+            # Its last keys go: all, or as many as make up for the excess.
+            num_coarse = max(end - max(start, FINE_BLOCKS), 0)
             dropped = -(-excess // COARSE)
-            if dropped > coarse:
-                dropped = min(coarse + excess - coarse * COARSE, len(keys) - stale)
-            left = len(keys) - dropped
-            for key in keys[left:]:
-                self._last.pop(key, None)
-            coarse = min(coarse, dropped)
-            self._num_blocks -= coarse * COARSE + dropped - coarse
-            if left > stale:
-                self._prompts.appendleft((number, keys[:left], before))
-                self._num_listed += left
-
-    def _num_stale(self, number: int, keys: Sequence[int]) -> int:
-        """How many of a prompt's keys a later one had too: they are its first ones."""
-        last, low, high = self._last, 0, len(keys)
-        while low < high:
-            middle = (low + high) // 2
-            if last.get(keys[middle]) == number:
-                high = middle
+            if dropped > num_coarse:
+                dropped = min(num_coarse + excess - num_coarse * COARSE, end - start)
+            self._num_blocks -= blocks_of(end) - blocks_of(end - dropped)
+            if dropped < end - start:
+                del stretch.keys[-dropped:]
             else:
-                low = middle + 1
-        return low
-
-    def _list_anew(self) -> None:
-        """Without what later prompts had too: of each the keys up to some one."""
-        listed, self._prompts, self._num_listed = self._prompts, deque(), 0
-        for number, keys, before in listed:
-            stale = self._num_stale(number, keys)
-            if own := keys[stale:]:
-                self._prompts.append((number, own, before + stale))
-                self._num_listed += len(own)
+                del self._by_age[stretch], self._by_first[stretch.keys[0]]
 
     def clear(self) -> None:
-        self._last.clear()
-        self._prompts.clear()
-        self._num_blocks = self._num_listed = 0
+        self._by_first.clear()
+        self._by_age.clear()
+        self._num_blocks = 0
 
 
 @dataclass(slots=True)
