@@ -61,6 +61,16 @@ def quantiles(values: Float64s, shares: Sequence[float]) -> list[float]:
     return found
 
 
+def has_any(flags: Bools) -> bool:
+    """Whether any of them is set. Of a few far faster than `np.count_nonzero`."""
+    return 1 in flags.tobytes()
+
+
+def has_all(flags: Bools) -> bool:
+    """Whether all of them are set."""
+    return 0 not in flags.tobytes()
+
+
 def ones(count: int) -> Int32s:
     """So many ones, which nobody may change."""
     return _ONES[:count] if count <= len(_ONES) else np.ones(count, np.int32)

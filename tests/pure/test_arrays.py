@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as any_array
 
-from twostroke.arrays import are_same, least, most, ones, places, quantiles, total
+from twostroke.arrays import are_same, has_all, has_any, least, most, ones, places, quantiles, total
 
 COLUMNS = any_array(np.int32, st.integers(1, 200)) | any_array(np.int64, st.integers(1, 200))
 TIMES = any_array(np.float64, st.integers(1, 50), elements=st.floats(-1e9, 1e9))
@@ -45,3 +45,9 @@ def test_quantiles_are_those_of_numpy_to_the_last_bit(values, shares):
 
 def test_a_quantile_of_what_is_not_a_number():
     assert math.isnan(quantiles(np.array([1.0, math.nan]), [0.0])[0])
+
+
+def test_whether_any_or_all_flags_are_set():
+    none, some, every = np.zeros(9, bool), np.arange(9) == 3, np.ones(9, bool)
+    assert [has_any(it) for it in (none, some, some[::3], every)] == [False, True, True, True]
+    assert [has_all(it) for it in (none, some, every, every[:0])] == [False, False, True, True]

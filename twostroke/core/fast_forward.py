@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from twostroke.arrays import ONE, ZERO, are_same, least, ones, places, total
+from twostroke.arrays import ONE, ZERO, are_same, has_all, has_any, least, ones, places, total
 from twostroke.core.request import Request
 from twostroke.core.state import EngineState
 from twostroke.core.step import Step
@@ -44,9 +44,9 @@ def skippable_turns(state: EngineState) -> int:
     seats, slots, num_due = state.seats, state.running, len(state.in_flight)
     known, placeholders = seats.known[slots], seats.placeholders[slots]
     if (
-        np.count_nonzero(placeholders != (ONE if num_due else ZERO))
+        has_any(placeholders != (ONE if num_due else ZERO))
         or not are_same(seats.computed[slots] + ONE, known + placeholders)
-        or np.count_nonzero(seats.special[slots])
+        or has_any(seats.special[slots])
     ):
         return 0
     left = seats.stop_at[slots] - known
@@ -85,7 +85,7 @@ def _may_admit(state: EngineState) -> bool:
 def _is_plain(state: EngineState, step: Step) -> bool:
     """Whether the step samples a token of each running request, in order."""
     return (
-        np.count_nonzero(step.samples) == len(step.slots)
+        has_all(step.samples)
         and are_same(step.slots, state.running)
         and are_same(step.uids, state.seats.uid[step.slots])
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from twostroke.arrays import ONE, ZERO, are_same, ones, places
+from twostroke.arrays import ONE, ZERO, are_same, has_all, has_any, ones, places
 from twostroke.core.load_failures import fail_loads
 from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
@@ -89,7 +89,7 @@ class Results:
         seats = self._state.seats
         slots, sampled, tokens = step.slots, result.num_sampled, result.token_ids
         drafting = self._state.config.num_spec_tokens > 0
-        if drafting and np.count_nonzero(step.num_drafts) == len(slots):
+        if drafting and has_all(step.num_drafts > ZERO):
             rest = sampled > ZERO
             rest[list(errors)] = True
             drafted: list[int] = rest.nonzero()[0].tolist()
@@ -112,7 +112,7 @@ class Results:
         for row in errors:
             plain[row] = False
         slow: list[int] = []
-        if np.count_nonzero(plain) < len(plain):
+        if not has_all(plain):
             rest = ~plain & (sampled > ZERO)
             rest[list(errors)] = True
             slow = rest.nonzero()[0].tolist()
@@ -120,7 +120,7 @@ class Results:
         seats.tokens[slots, after - ONE] = tokens
         seats.known[slots] = after
         first = after == seats.num_prompt[slots] + ONE
-        if np.count_nonzero(first):
+        if has_any(first):
             outcome.first_tokens += seats.handle[slots[first]].tolist()
             outcome.num_prompt_tokens += int(seats.num_prompt[slots[first]].sum())
         if self._async:
@@ -128,7 +128,7 @@ class Results:
             seats.placeholders[slots] = pending
             full = np.minimum(seats.computed[slots] - pending, after)
             fills = full >= seats.register_at[slots]
-            if np.count_nonzero(fills):
+            if has_any(fills):
                 self._state.register_blocks(slots[fills], full[fills])
         outcome.num_kept[plain] = 1
         return slow
@@ -136,7 +136,7 @@ class Results:
     def _trim_tokens(self, result: StepResult, starts: Int64s, outcome: Outcome) -> None:
         """Keep the first `num_kept` tokens of each row in the outcome's flat tokens."""
         sampled, kept = result.num_sampled, outcome.num_kept
-        if len(outcome.token_ids) and np.count_nonzero(sampled != kept):
+        if len(outcome.token_ids) and not are_same(sampled, kept):
             place = np.arange(len(outcome.token_ids)) - starts.repeat(sampled)
             outcome.token_ids = outcome.token_ids[place < kept.repeat(sampled)]
 
@@ -263,7 +263,7 @@ class Results:
 def handles_of(step: Step, outcome: Outcome) -> tuple[Int64s, Int32s]:
     """Handles and token counts of the rows that kept tokens."""
     kept = outcome.num_kept > ZERO
-    if np.count_nonzero(kept) == len(kept):
+    if has_all(kept):
         return step.handles, outcome.num_kept
     return step.handles[kept], outcome.num_kept[kept]
 

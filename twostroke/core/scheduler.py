@@ -12,7 +12,7 @@ from enum import Enum
 
 import numpy as np
 
-from twostroke.arrays import ONE, ZERO, total
+from twostroke.arrays import ONE, ZERO, has_any, total
 from twostroke.core.ended_loads import break_deadlock, end_load, give_up, take_from_ended_load
 from twostroke.core.policy import (
     MAX_STALLS,
@@ -133,7 +133,7 @@ class Scheduler:
         if config.sliding_window is not None:
             short |= (computed >= seats.window_at[slots]) & active
         stop = len(slots)
-        if np.count_nonzero(short):
+        if has_any(short):
             stop = self._grow_rows(step, slots, short, computed, needed)
         if self.kv.caching:
             full = np.minimum(after, known)

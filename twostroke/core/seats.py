@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from twostroke.arrays import most
+from twostroke.arrays import has_all, has_any, most
 from twostroke.core.request import Request, append_tokens
 from twostroke.kv.manager import KvManager
 from twostroke.kv.prefix import LANES
@@ -153,8 +153,8 @@ class Seats:
                 self._hash_row(slot, start, end)
             return
         due = (first + 1) * size <= up_to
-        while np.count_nonzero(due):
-            if np.count_nonzero(due) < len(due):
+        while has_any(due):
+            if not has_all(due):
                 slots, first, up_to = slots[due], first[due], up_to[due]
             positions = (first * size)[:, None] + self._block_offsets
             tokens = self.tokens[slots[:, None], positions]

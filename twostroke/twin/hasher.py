@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from twostroke.arrays import Int32s, Int64s, are_same
+from twostroke.arrays import Int32s, Int64s, are_same, has_all, has_any
 from twostroke.kv.blocks import NULL_BLOCK
 from twostroke.kv.prefix import LANES, UInt64s
 
@@ -200,12 +200,11 @@ class NumberMap:
     def add(self, keys: "array[int] | list[int]", blocks: Int64s) -> None:
         numbers = self._column(keys)
         has_key = self._key_of[blocks] != _IS_WITHOUT
-        if np.count_nonzero(has_key):
+        if has_any(has_key):
             numbers, blocks = numbers[~has_key], blocks[~has_key]
         self._key_of[blocks] = numbers
-        held = self._block_of[numbers]
-        if np.count_nonzero(held):
-            is_held = held != NULL_BLOCK
+        is_held = self._block_of[numbers] != NULL_BLOCK
+        if has_any(is_held):
             self._add_singly(numbers[is_held], blocks[is_held])
             numbers, blocks = numbers[~is_held], blocks[~is_held]
         self._block_of[numbers] = blocks
@@ -224,10 +223,9 @@ class NumberMap:
     def remove_all(self, blocks: Int64s) -> bool:
         numbers = self._key_of[blocks]
         has_key = numbers >= _FIRST_KEY
-        num_keys = np.count_nonzero(has_key)
-        if not num_keys:
+        if not has_any(has_key):
             return False
-        if num_keys < len(blocks):
+        if not has_all(has_key):
             numbers, blocks = numbers[has_key], blocks[has_key]
         self._key_of[blocks] = _NO_KEY
         if self._later and not self._later.keys().isdisjoint(numbers.tolist()):

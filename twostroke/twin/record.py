@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from twostroke.arrays import ONE, Float64s, Int32s, Int64s
+from twostroke.arrays import ONE, Float64s, Int32s, Int64s, has_any
 from twostroke.ledger import Interval, RequestLedger
 from twostroke.messages import EngineStats
 
@@ -120,7 +120,7 @@ class Requests:
         self.num_tokens[handles] += ONE
         second = int(time_s)
         self._per_second[second] = self._per_second.get(second, 0) + len(handles)
-        if np.count_nonzero(new := before < _NOT_BEFORE):
+        if has_any(new := before < _NOT_BEFORE):
             self.first_s[handles[new]] = time_s
             before = before[~new]
         if len(before):
