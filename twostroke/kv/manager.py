@@ -399,7 +399,7 @@ class KvManager:
     def free(self, table: BlockTable) -> None:
         """Release all blocks, last first, so that a prefix outlives what follows it."""
         if table.blocks:
-            self.pool.release(table.column()[::-1])
+            self.pool.release(table.column()[::-1].copy())  # NumPy is slower at what runs down
             self.num_owners -= 1
             table.blocks = array("q")
         table.num_registered = None

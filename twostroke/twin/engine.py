@@ -138,9 +138,13 @@ class TwinEngine:
             turns = min(turns, self._end_turn - 1)
         if turns == self._turns_told:
             return None
+        self._turns_told = turns
+        return self._stats_after(turns)
+
+    def _stats_after(self, turns: int) -> EngineStats:
+        """What it will say of itself after so many turns of its cruise."""
         if self._outlook is None:
             self._outlook = self.core.outlook()
-        self._turns_told = turns
         return self._outlook.after(turns)
 
     def rouse(self, now: float) -> None:
@@ -205,6 +209,18 @@ class TwinEngine:
             self.next_s = deadline_s if self.is_waiting else self.executor.looked_up_s(deadline_s)
 
     def _take_inbox(self) -> None:
+        self._hear()
+        if self.executor.reads_ahead and (pieces := self.core.take_pieces()):
+            self.executor.read(pieces)
+        # A process tells its events at once; where nobody acts on them, they can wait for a step.
+        if self._tells_at_once:
+            self._take_outputs()
+
+    @property
+    def _tells_at_once(self) -> bool:
+        return self.core.state.handoff is not None or self.core.has_ends
+
+    def _hear(self) -> None:
         core = self.core
         while self._inbox:
             message = self._inbox.popleft()
@@ -217,11 +233,6 @@ class TwinEngine:
                     raise ValueError(f"the twin's engines are not asked for {message}")
                 case _:
                     core.apply_kv(message)
-        if self.executor.reads_ahead and (pieces := core.take_pieces()):
-            self.executor.read(pieces)
-        # A process tells its events at once; where nobody acts on them, they can wait for a step.
-        if core.state.handoff is not None or core.has_ends:
-            self._take_outputs()
 
     def _take_outputs(self) -> None:
         if (outputs := self.core.take_outputs()) is not None:
@@ -299,8 +310,10 @@ class TwinEngine:
         self.num_skipped += turns
         hears = heeding and bool(self._inbox)
         tells_later = hears or turns == told
+        if hears:
+            self._hear()
         # What is said of what was heard goes before the last turn's tokens, as in single turns.
-        heard = turns - 1 if hears else turns
+        heard = turns - 1 if hears and self._tells_at_once else turns
         if heard > told:
             stats = None if tells_later else self.core.stats()
             self._sink.decoded(self.index, handles, ends[told:heard], stats)
@@ -325,7 +338,7 @@ class TwinEngine:
         handles, tokens = state.seats.handle[slots], self.executor.tokens_of(slots)
         if turns - 1 > told:
             self.clock.advance_to(float(ends[turns - 2]))
-            stats = core.outlook().after(turns - 1)
+            stats = self._stats_after(turns - 1)
             self._sink.decoded(self.index, handles, ends[told : turns - 1], stats)
         self.clock.advance_to(float(ends[turns - 1]))
         self._take_inbox()

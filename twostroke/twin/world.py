@@ -245,7 +245,6 @@ class World:
             self._push(engine.next_s, _STEP, engine.index)
         if self._transfers:
             self._note_network()
-        self._send_messages()
 
     # ------------------------------------------------------------ links
 
