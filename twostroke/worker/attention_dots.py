@@ -251,13 +251,19 @@ def add_tile(
     states: Value,
     outputs: Value,
 ) -> None:
-    """`add_values`, from packed values."""
-    del table, ahead, values, num_units
+    """`add_values`, from packed values.
+
+    Half as many keys are asked for as there are, those that `ahead` begins with, and their values.
+    """
+    del table
 
     def panel(count: int, width: int, element: Value) -> None:
         targets = _targets(e, outputs, count, width, padded, element)
         sums = _scaled_outputs(e, targets, states)
         with e.loop(e.const(0), num_keys, 2) as key:
+            next_key = e.load_address(ahead, e.builder.lshr(key, e.const(1)))
+            for address in (next_key, e.builder.add(next_key, values)):
+                e.prefetch_row(address, num_units)
             row = e.at(e.at(packed, e.builder.mul(key, padded)), element)
             columns = [e.load_units(e.at(row, w * LANES)) for w in range(width)]
             _add_pair(e, sums, weights, key, columns)

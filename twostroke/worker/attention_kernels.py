@@ -249,8 +249,9 @@ def _run_tile(
                 *(like, rows, row, a.group, scores),
                 *(visible, num_keys, whole, a.scale, state),
             )
+            further = ahead if row == 0 else ahead + num_keys // 2 * 8
             add_tile(
-                *(like, rows, scores, table, ahead, side, values),
+                *(like, rows, scores, table, further, side, values),
                 *(seen, num_units, padded, state, output),
             )
 
