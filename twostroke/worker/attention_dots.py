@@ -251,25 +251,31 @@ def add_tile(
     states: Value,
     outputs: Value,
 ) -> None:
-    """`add_values`, from packed values.
+    """`add_values`, from packed values; asks for keys as `attention_simd.add_tile` does."""
+    del table, num_units
+    arguments = (rows, weights, ahead, values, packed, num_keys, padded, states, outputs)
+    add_packed(e, arguments, 2)
 
-    Half as many keys are asked for as there are, those that `ahead` begins with, and their values.
-    """
-    del table
+
+def add_packed(e: Emitter, arguments: Sequence[Value], element_bytes: int) -> None:
+    """`add_tile` of the arguments; `element_bytes` are an element's in the pool."""
+    rows, weights, ahead, values, packed, num_keys, padded, states, outputs = arguments
+    b = e.builder
 
     def panel(count: int, width: int, element: Value) -> None:
         targets = _targets(e, outputs, count, width, padded, element)
         sums = _scaled_outputs(e, targets, states)
         with e.loop(e.const(0), num_keys, 2) as key:
-            next_key = e.load_address(ahead, e.builder.lshr(key, e.const(1)))
-            for address in (next_key, e.builder.add(next_key, values)):
-                e.prefetch_row(address, num_units)
-            row = e.at(e.at(packed, e.builder.mul(key, padded)), element)
+            next_key = e.at(e.load_address(ahead, b.lshr(key, e.const(1))), element, element_bytes)
+            for address in (next_key, b.add(next_key, values)):
+                for byte in range(0, width * LANES * element_bytes, 64):
+                    e.prefetch(b.add(address, e.const(byte)))
+            row = e.at(e.at(packed, b.mul(key, padded)), element)
             columns = [e.load_units(e.at(row, w * LANES)) for w in range(width)]
             _add_pair(e, sums, weights, key, columns)
         _store_sums(e, sums, targets)
 
-    elements = e.builder.mul(padded, e.const(2))
+    elements = b.mul(padded, e.const(2))
     e.per_rows(rows, lambda count: e.per_panel(elements, 4, lambda w, i: panel(count, w, i)))
 
 

@@ -218,6 +218,25 @@ def add_values(
     e.per_rows(rows, body)
 
 
+def add_tile(
+    e: Emitter,
+    rows: Value,
+    weights: Value,
+    table: Value,
+    ahead: Value,
+    values: Value,
+    packed: Value,
+    num_keys: Value,
+    num_units: Value,
+    padded: Value,
+    states: Value,
+    outputs: Value,
+) -> None:
+    del table, num_units
+    arguments = (rows, weights, ahead, values, packed, num_keys, padded, states, outputs)
+    attention_dots.add_packed(e, arguments, 1)
+
+
 def _widened(e: Emitter, row: Value, unit: Value, mask: Value | None) -> Value:
     """16 pairs of int8 as pairs of int16."""
     b = e.builder

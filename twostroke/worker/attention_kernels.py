@@ -249,6 +249,7 @@ def _run_tile(
                 *(like, rows, row, a.group, scores),
                 *(visible, num_keys, whole, a.scale, state),
             )
+            # Each asks for half of the next tile: two do for all of it.
             further = ahead if row == 0 else ahead + num_keys // 2 * 8
             add_tile(
                 *(like, rows, scores, table, further, side, values),

@@ -378,10 +378,19 @@ def add_tile(
     states: Value,
     outputs: Value,
 ) -> None:
-    """`add_values` after `pack_tile`, which here leaves the values in the pool."""
+    """`add_values` after `pack_tile`, which here leaves the values in the pool.
+
+    Half as many keys are asked for as there are, those that `ahead` begins with, and their values.
+    """
     del packed
-    arguments = (rows, weights, table, ahead, values, num_keys, num_units, padded)
-    add_values(e, *arguments, states, outputs)
+    b = e.builder
+
+    def asked(key: Value) -> Value:
+        side = b.mul(b.and_(key, e.const(1)), values)
+        return b.add(e.load_address(ahead, b.lshr(key, e.const(1))), side)
+
+    arguments = (rows, weights, table, values, num_keys, num_units, padded, states, outputs)
+    _add_values(e, arguments, asked)
 
 
 def add_values(
@@ -398,6 +407,13 @@ def add_values(
     outputs: Value,
 ) -> None:
     """outputs[m] = outputs[m] * alpha[m] + sum_j weights[m, j] * value j, from the pool."""
+    arguments = (rows, weights, table, values, num_keys, num_units, padded, states, outputs)
+    _add_values(e, arguments, lambda key: e.builder.add(e.load_address(ahead, key), values))
+
+
+def _add_values(e: Emitter, arguments: Sequence[Value], asked: Callable[[Value], Value]) -> None:
+    """`add_values` of the arguments; `asked(key)` is the row to ask for meanwhile."""
+    rows, weights, table, values, num_keys, num_units, padded, states, outputs = arguments
 
     def panel(count: int, width: int, unit: Value, mask: Value | None) -> None:
         targets = [
@@ -414,7 +430,7 @@ def add_values(
                 e.builder.store(e.builder.fmul(e.load_floats(targets[i]), alpha), sums[i])
         with e.loop(e.const(0), num_keys) as key:
             row = e.at(e.builder.add(e.load_address(table, key), values), unit)
-            next_row = e.at(e.builder.add(e.load_address(ahead, key), values), unit)
+            next_row = e.at(asked(key), unit)
             for w in range(width):
                 e.prefetch(e.at(next_row, w * LANES))
             parts = [

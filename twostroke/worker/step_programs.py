@@ -24,8 +24,6 @@ from twostroke.worker.step_calls import ROTATIONS, Place, Places, StepCalls, out
 if TYPE_CHECKING:
     from twostroke.worker.attention_numba import NumbaAttention
 
-_SHARED_TOKENS = 4  # from here on, what is between few rows' products is shared by the threads
-
 
 class Buffers:
     """What kernels hand to each other, for up to `capacity` tokens.
@@ -97,7 +95,7 @@ class Buffers:
 class FewRowsProgram:
     """Steps of up to `max_tokens` tokens, all threads on each product.
 
-    What is too short to be shared one thread does.
+    What is between the products of a single token is too short to be shared: one thread does it.
     """
 
     def __init__(
@@ -194,6 +192,6 @@ class FewRowsProgram:
             return
         self._begun = num_tokens, num_threads
         self._products[:, tile_ir.ROWS] = num_tokens
-        shared = num_tokens >= _SHARED_TOKENS and num_threads > 1
+        shared = num_tokens > 1 and num_threads > 1
         self._small[:, :3] = self._kernels.first(num_tokens, num_threads if shared else 1)
         self._program.share(self._are_small, shared)
