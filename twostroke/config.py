@@ -145,7 +145,9 @@ class EngineConfig:
         "none", "where draft tokens come from: the request's own text, or a smaller model"
     )
     num_speculative_tokens: int = _setting(
-        4, "most draft tokens a request and step; default with ngram: 5", minimum=1
+        4,
+        f"most draft tokens a request and step; default with ngram: {NGRAM_SPECULATIVE_TOKENS}",
+        minimum=1,
     )
     speculative_model: str = _setting("", "the draft model, named as the model is")
     prompt_lookup_min: int = _setting(1, "ngram: fewest last tokens that must recur", minimum=1)

@@ -70,13 +70,23 @@ def turn(_context: Any, address: types.Type) -> Any:
 
 
 @inner
+def _padded(width: int) -> int:
+    return -(-width // TURNED) * TURNED
+
+
+@inner
+def _row_bytes(width: int) -> int:
+    return _padded(width) + 64
+
+
+@inner
 def _to_bytes(scratch: int, width: int, out: int) -> None:
     """`width` float32, which are turned in place, to a row of bytes.
 
     The largest of a row is found among the bits, whose order is that of positive numbers: it takes
     NaN and infinity for the largest, so that the row's scale, and all results, show them.
     """
-    padded = -(-width // TURNED) * TURNED
+    padded = _padded(width)
     turned, bits = floats(scratch, padded), words(scratch, padded)
     for i in range(width, padded):
         turned[i] = np.float32(0.0)
@@ -100,14 +110,9 @@ def _to_bytes(scratch: int, width: int, out: int) -> None:
 
 
 @inner
-def _row_bytes(width: int) -> int:
-    return -(-width // TURNED) * TURNED + 64
-
-
-@inner
 def turned_bytes_rows(x: int, out: int, first: int, last: int, width: int) -> None:
     """x, bfloat16 [rows, width] -> rows of 8 bits."""
-    scratch = np.empty(_row_bytes(width), np.float32)
+    scratch = np.empty(_padded(width), np.float32)
     for row in range(first, last):
         values = halves(x + row * width * 2, width)
         for i in range(width):
@@ -120,7 +125,7 @@ def norm_bytes_rows(
     h: int, y: int, weight: int, out: int, first: int, last: int, width: int, eps: float
 ) -> None:
     """`add_norm_rows`, and its result as rows of 8 bits."""
-    scratch = np.empty(_row_bytes(width), np.float32)
+    scratch = np.empty(_padded(width), np.float32)
     w = floats(weight, width)
     for row in range(first, last):
         hs = floats(h + row * width * 4, width)
@@ -133,7 +138,7 @@ def norm_bytes_rows(
 @inner
 def silu_bytes_rows(gate_up: int, out: int, first: int, last: int, width: int) -> None:
     """`silu_multiply_rows`, and its result as rows of 8 bits."""
-    scratch = np.empty(_row_bytes(width), np.float32)
+    scratch = np.empty(_padded(width), np.float32)
     for row in range(first, last):
         gate = halves(gate_up + row * width * 4, width)
         up = halves(gate_up + row * width * 4 + width * 2, width)

@@ -39,7 +39,7 @@ _TRIED_TOKENS = 16  # up to here, one thread may be faster than all
 
 
 def few_tokens(model: DecoderModel, attention: PagedAttention) -> "FewTokens | None":
-    """The fast way for steps of few tokens, or None where some kernel is missing."""
+    """The fast way to run steps, of few tokens at least; None where some kernel is missing."""
     if kernels() is None or model.shard.size > 1 or not model.embedding.is_contiguous():
         return None
     from twostroke.worker.attention_numba import NumbaAttention  # here, because numba is there
@@ -84,7 +84,7 @@ class StepOutput(NamedTuple):
 
 
 class FewTokens:
-    """Runs steps of at most `max_tokens` tokens. Made by `few_tokens`."""
+    """Runs steps of at most `max_tokens` tokens, which may be any number. See `few_tokens`."""
 
     def __init__(
         self, model: DecoderModel, attention: "NumbaAttention", programs: list[tuple[int, bool]]
