@@ -21,8 +21,8 @@ from twostroke.errors import ConfigError
 from twostroke.messages import NO_TOKENS, Int32s, NewRequest, SamplingParams, StepPlan
 from twostroke.model.int8_rows import Int8Rows
 from twostroke.model.layers import Linear, Mlp
-from twostroke.worker.few_tokens import FewTokens
 from twostroke.worker.runner import ModelRunner
+from twostroke.worker.whole_steps import WholeSteps
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)
 MIN_SECONDS = 0.3  # of each measurement, and at least MIN_RUNS
@@ -74,18 +74,18 @@ class StepTimer:
             seats.num_computed[plan.slots] = context
             self.runner.run(plan)
 
-        few = self.runner.few_tokens
-        if few is not None and rows * tokens > few.max_tokens:
-            few = None
+        whole = self.runner.whole_steps
+        if whole is not None and rows * tokens > whole.max_tokens:
+            whole = None
         watch = _Watch()
         with ExitStack() as stack:
-            for kind, owner, name in self._places(layer_by_layer=few is None):
+            for kind, owner, name in self._places(layer_by_layer=whole is None):
                 stack.enter_context(watch.timing(kind, owner, name))
-            runs = _repeat(again, watch, few)
+            runs = _repeat(again, watch, whole)
         times = _usual(runs)
         calls = watch.calls
-        if few is not None:
-            calls |= few.calls_by_kind(rows * tokens, with_logits=tokens == 1)
+        if whole is not None:
+            calls |= whole.calls_by_kind(rows * tokens, with_logits=tokens == 1)
         self.runner.run(_without_rows(self._step, plan.slots))
         parts = [
             Part(
@@ -237,7 +237,7 @@ class _Timed:
 
 
 def _repeat(
-    run: Callable[[], object], watch: _Watch, few: FewTokens | None
+    run: Callable[[], object], watch: _Watch, whole: WholeSteps | None
 ) -> list[dict[str, float]]:
     """Seconds of each part, and of the whole, run by run."""
     run()
@@ -245,14 +245,14 @@ def _repeat(
     while len(runs) < MIN_RUNS or sum(run[_WHOLE] for run in runs) < MIN_SECONDS:
         watch.seconds.clear()
         watch.calls.clear()
-        if few is not None:
-            few.seconds_by_kind = watch.seconds
+        if whole is not None:
+            whole.seconds_by_kind = watch.seconds
         start_s = time.perf_counter()
         run()
         watch.seconds[_WHOLE] = time.perf_counter() - start_s
         runs.append(dict(watch.seconds))
-    if few is not None:
-        few.seconds_by_kind = None
+    if whole is not None:
+        whole.seconds_by_kind = None
     return runs
 
 

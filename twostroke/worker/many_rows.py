@@ -8,7 +8,6 @@ its weight: threads share the rows, and meet only where a token attends to other
 
 from collections import Counter, defaultdict
 
-import torch
 from torch import Tensor
 
 from twostroke.arrays import Int64s
@@ -27,7 +26,7 @@ class ManyRowsProgram:
     def __init__(
         self, model: DecoderModel, attention: NumbaAttention, kernels: Kernels, capacity: int
     ) -> None:
-        num_threads = torch.get_num_threads()
+        num_threads = attention.num_threads
         self.max_tokens = capacity
         self.buffers = Buffers(model, capacity, CHUNK_ROWS, num_threads)
         self._attention = attention.program(self.buffers.qkv, self.buffers.attended)
@@ -39,7 +38,7 @@ class ManyRowsProgram:
         ]
         chunks = [chunks.call for chunks in self._chunks]
         calls = [call for pair in zip(chunks, self._attention.calls, strict=False) for call in pair]
-        self._program = Program([*calls, chunks[-1]])
+        self._program = Program([*calls, chunks[-1]], num_threads)
 
     @property
     def num_threads(self) -> int:

@@ -56,7 +56,6 @@ from twostroke.worker.device import (
 )
 from twostroke.worker.draft_model import ModelDrafter, check_vocabulary
 from twostroke.worker.drafting import Drafter, NgramDrafter, step_costs
-from twostroke.worker.few_tokens import StepOutput, few_tokens
 from twostroke.worker.inputs import (
     PlanError,
     SeatTable,
@@ -68,6 +67,7 @@ from twostroke.worker.inputs import (
 from twostroke.worker.logprobs import token_logprobs
 from twostroke.worker.pool import Fact
 from twostroke.worker.sampler import Sampled, Sampler
+from twostroke.worker.whole_steps import StepOutput, whole_steps
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -131,7 +131,7 @@ class ModelRunner:
         self.attention = make_attention(
             self.kv_pool, self.model.shard.num_heads, shape.head_dim**-0.5
         )
-        self.few_tokens = few_tokens(self.model, self.attention)
+        self.whole_steps = whole_steps(self.model, self.attention)
         self.seats = SeatTable(
             max_num_seqs=config.max_num_seqs,
             max_model_len=size.max_model_len,
@@ -449,9 +449,9 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs, with_logits: bool, wanted: Int64s | None) -> StepOutput:
         """Hidden states, at least of tokens `wanted` (None: all), and logits where kernels can."""
         self.attention.plan(inputs.query_start, inputs.num_computed, inputs.block_tables)
-        few, token_ids, positions = self.few_tokens, inputs.token_ids, inputs.positions
-        if few is not None and len(token_ids) <= few.max_tokens:
-            return few.forward(token_ids, positions, with_logits=with_logits, wanted=wanted)
+        whole, token_ids, positions = self.whole_steps, inputs.token_ids, inputs.positions
+        if whole is not None and len(token_ids) <= whole.max_tokens:
+            return whole.forward(token_ids, positions, with_logits=with_logits, wanted=wanted)
         ids, at = (torch.from_numpy(it).to(self.device) for it in (token_ids, positions))
         hidden = self.model.forward(ids, at, self.attention)
         return StepOutput(len(hidden), hidden)

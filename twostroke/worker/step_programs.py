@@ -146,7 +146,7 @@ class FewRowsProgram:
                 self._kinds.append("attention")
                 are_small.append(False)
         self._num_to_hidden = len(calls) - (len(parts[-1]) if self.has_logits else 0)
-        self._program = Program(calls)
+        self._program = Program(calls, attention.num_threads)
         self._are_small = np.array(are_small)
         self._begun = 0, 0  # tokens and threads of the last run
 

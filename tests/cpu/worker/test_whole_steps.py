@@ -19,9 +19,9 @@ from twostroke.model.step_ends import address
 from twostroke.testing.tiny_model import write_tiny_checkpoint
 from twostroke.worker import runner as runner_module
 from twostroke.worker.device import check_quantization
-from twostroke.worker.few_tokens import few_tokens
 from twostroke.worker.inputs import StepInputs
 from twostroke.worker.runner import ModelRunner
+from twostroke.worker.whole_steps import whole_steps
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
@@ -65,7 +65,7 @@ def test_every_bit_is_that_of_the_layers(directory: Path, threads: int, quantiza
     runner = make_runner(directory, threads, quantization=quantization)
     weights = next(reason for name, _, reason in runner.facts if name == "Weights")
     assert ("12 of 12 matrices in 8 bits (W8A8)" in weights) == (quantization == "int8")
-    if runner.few_tokens is None:
+    if runner.whole_steps is None:
         pytest.skip("no kernel for few rows on this processor")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -75,12 +75,12 @@ def test_every_bit_is_that_of_the_layers(directory: Path, threads: int, quantiza
         ):
             step, pools = inputs_of(counts, seed), []
             together = []
-            for few in (runner.few_tokens, None):
-                runner.few_tokens = few
+            for whole in (runner.whole_steps, None):
+                runner.whole_steps = whole
                 runner.kv_pool.zero_()
                 together.append(runner.forward(step).clone())
                 pools.append(runner.kv_pool.clone())
-            runner.few_tokens = few_tokens(runner.model, runner.attention)
+            runner.whole_steps = whole_steps(runner.model, runner.attention)
             assert torch.equal(*together), f"rows of {counts}"
             assert torch.equal(*pools), f"KV of rows of {counts}"
     finally:
@@ -92,7 +92,7 @@ def test_hidden_states_that_are_wanted_are_those_of_all(directory: Path, threads
     if threads > len(os.sched_getaffinity(0)):
         pytest.skip(f"fewer than {threads} cores")
     runner = make_runner(directory, threads)
-    if runner.few_tokens is None:
+    if runner.whole_steps is None:
         pytest.skip("no kernel for few rows on this processor")
     step = inputs_of([1, 130, 1, 150, 1], 0)
     every = runner.forward(step).clone()
@@ -100,7 +100,7 @@ def test_hidden_states_that_are_wanted_are_those_of_all(directory: Path, threads
         rows = np.array(wanted, np.int64)
         runner.attention.plan(step.query_start, step.num_computed, step.block_tables)
         runner.kv_pool.zero_()
-        found = runner.few_tokens.forward(step.token_ids, step.positions, wanted=rows).hidden
+        found = runner.whole_steps.forward(step.token_ids, step.positions, wanted=rows).hidden
         assert torch.equal(found[wanted], every[wanted])
 
 
@@ -109,22 +109,22 @@ def test_few_bits_are_what_the_layers_give_but_for_roundings(directory: Path, th
     if threads > len(os.sched_getaffinity(0)):
         pytest.skip(f"fewer than {threads} cores")
     runner = make_runner(directory, threads, quantization="int4")
-    if runner.few_tokens is None or not works():
+    if runner.whole_steps is None or not works():
         pytest.skip("no kernel for few bits on this processor")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         step = inputs_of([1, 1, MAX_QUANTISED_ROWS - 2], 0)
-        program, found = runner.few_tokens, []
-        for few in (program, program, None):
-            runner.few_tokens = few
+        program, found = runner.whole_steps, []
+        for whole in (program, program, None):
+            runner.whole_steps = whole
             runner.kv_pool.zero_()
             found.append((runner.forward(step).clone(), runner.kv_pool.clone()))
         (hidden, kv), again, (expected, expected_kv) = found
         assert torch.equal(hidden, again[0])
         torch.testing.assert_close(hidden, expected, atol=0.05, rtol=0.05)
         torch.testing.assert_close(kv, expected_kv, atol=0.05, rtol=0.05)
-        runner.few_tokens = program
+        runner.whole_steps = program
         alone = StepInputs(
             token_ids=step.token_ids[1:2],
             positions=step.positions[1:2],
@@ -141,13 +141,13 @@ def test_few_bits_are_what_the_layers_give_but_for_roundings(directory: Path, th
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_logits_of_the_program_are_those_of_the_model(directory: Path, quantization: str) -> None:
     runner = make_runner(directory, 1, quantization=quantization)
-    if runner.few_tokens is None:
+    if runner.whole_steps is None:
         pytest.skip("no kernel for few rows on this processor")
     for counts in ([1], [1, 2], [9, 1]):
         step = inputs_of(counts, 0)
         plan = (step.query_start, step.num_computed, step.block_tables)
         runner.attention.plan(*plan)
-        output = runner.few_tokens.forward(step.token_ids, step.positions, with_logits=True)
+        output = runner.whole_steps.forward(step.token_ids, step.positions, with_logits=True)
         if output.logits is None:
             pytest.skip("the LM head has no kernel")
         assert output.best is not None
@@ -196,10 +196,10 @@ def test_tokens_do_not_depend_on_how_steps_are_cut(directory: Path, quantization
 
 
 def test_what_has_no_kernels_runs_layer_by_layer(directory: Path, tmp_path: Path) -> None:
-    assert ModelRunner(small_config(), open_checkpoint(directory)).few_tokens is None  # float32
+    assert ModelRunner(small_config(), open_checkpoint(directory)).whole_steps is None  # float32
     write_tiny_checkpoint(tmp_path, "qwen3_moe")
     config = small_config(dtype="bfloat16")
-    assert ModelRunner(config, open_checkpoint(tmp_path)).few_tokens is None
+    assert ModelRunner(config, open_checkpoint(tmp_path)).whole_steps is None
 
 
 def test_a_quantization_that_cannot_be_is_refused(directory: Path) -> None:

@@ -38,8 +38,8 @@ _FIRST_CAPACITY = 1024  # tokens that there is room for at first
 _TRIED_TOKENS = 16  # up to here, one thread may be faster than all
 
 
-def few_tokens(model: DecoderModel, attention: PagedAttention) -> "FewTokens | None":
-    """The fast way to run steps, of few tokens at least; None where some kernel is missing."""
+def whole_steps(model: DecoderModel, attention: PagedAttention) -> "WholeSteps | None":
+    """The fast way to run steps of up to its `max_tokens`; None where some kernel is missing."""
     if kernels() is None or model.shard.size > 1 or not model.embedding.is_contiguous():
         return None
     from twostroke.worker.attention_numba import NumbaAttention  # here, because numba is there
@@ -61,7 +61,7 @@ def few_tokens(model: DecoderModel, attention: PagedAttention) -> "FewTokens | N
     programs = [(MAX_ROWS, not whole)]
     if whole and (few_bits or model.lm_head.quantised is not None):
         programs.insert(0, (MAX_QUANTISED_ROWS, few_bits))
-    return FewTokens(model, attention, programs)
+    return WholeSteps(model, attention, programs)
 
 
 class StepOutput(NamedTuple):
@@ -83,8 +83,8 @@ class StepOutput(NamedTuple):
         return None if self.logit_rows is None else self.logit_rows[: self.num_tokens]
 
 
-class FewTokens:
-    """Runs steps of at most `max_tokens` tokens, which may be any number. See `few_tokens`."""
+class WholeSteps:
+    """Runs steps of at most `max_tokens` tokens, which may be any number. See `whole_steps`."""
 
     def __init__(
         self, model: DecoderModel, attention: "NumbaAttention", programs: list[tuple[int, bool]]
