@@ -77,13 +77,14 @@ _CACHE = use_kernel_cache(__file__, compiled.__file__, barrier_file.__file__)
 class Program:
     """Runs `calls`, functions and their arguments by address, each when the one before is done.
 
-    The caller keeps what the addresses point to. `num_threads` threads run it, or as many as `run`
-    is told; only kernels that share their work by ticket can do with any number.
+    The caller keeps what the addresses point to. `num_threads` threads (0: as many as torch uses)
+    run it, or as many as `run` is told; only kernels that share their work by ticket can do with
+    any number.
     """
 
-    def __init__(self, calls: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, calls: Sequence[tuple[int, int]], num_threads: int = 0) -> None:
         openmp = load_openmp()
-        self.num_threads = torch.get_num_threads() if openmp is not None else 1
+        self.num_threads = (num_threads or torch.get_num_threads()) if openmp else 1
         self._openmp = openmp if self.num_threads > 1 else None
         self._table = np.ones((len(calls), 3), np.int64)
         self._table[:, :2] = calls

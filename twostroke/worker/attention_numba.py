@@ -98,17 +98,17 @@ class NumbaAttention(PagedAttention):
     def __init__(self, pool: Tensor, num_heads: int, scale: float, num_threads: int = 0) -> None:
         super().__init__(pool, num_heads, scale)
         openmp = load_openmp()
-        self._num_threads = (num_threads or torch.get_num_threads()) if openmp else 1
+        self.num_threads = (num_threads or torch.get_num_threads()) if openmp else 1
         address = compile_attend(_ELEMENTS[pool.dtype])
         self._address = address
-        self._run = _runner(address, self._num_threads, openmp)
+        self._run = _runner(address, self.num_threads, openmp)
 
         itemsize = self.dtype.itemsize
         num_units, planes = self.head_dim * itemsize // 4, 4 // itemsize
         padded = -(-num_units // LANES) * LANES
         floats = scratch_floats(planes * padded, max(MAX_ITEM_ROWS, self.group))
         # Whole pages a thread, so that no two write into one cache line.
-        self._scratch = np.zeros((self._num_threads, -(-floats // 1024) * 1024), np.float32)
+        self._scratch = np.zeros((self.num_threads, -(-floats // 1024) * 1024), np.float32)
         self._scale = np.array([scale * math.log2(math.e)], np.float32)
         self._tickets = np.zeros(TICKETS * _CACHE_LINE // 8, np.int64)
         block, layer, side, head, row, _ = (
@@ -129,7 +129,7 @@ class NumbaAttention(PagedAttention):
             padded=padded,
             width=planes * padded,
             scale=self._scale.ctypes.data,
-            barrier=self._barrier.address if self._num_threads > 1 else 0,
+            barrier=self._barrier.address if self.num_threads > 1 else 0,
             scratch=self._scratch.ctypes.data,
             scratch_bytes=self._scratch.strides[0],
             shared_bytes=4 * shared_floats(planes * padded),
