@@ -14,17 +14,19 @@ from typing import Any
 
 from twostroke.errors import ModelError, UnsupportedModelError
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-
-# `architectures` of config.json to ours. A class for another task (classification, ...) is none
-# of these and is refused, although its model_type would match.
-_CLASSES = {
-    "LlamaForCausalLM": "llama",
-    "LLaMAForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
+# Our names of architectures (`model_type` of config.json), and their classes in its
+# `architectures`. A class for another task (classification, ...) is none of these and is refused,
+# although its model_type would match.
+HF_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+ARCHITECTURES = tuple(HF_CLASSES)
+_CLASSES = {name: architecture for architecture, name in HF_CLASSES.items()} | {
+    "LLaMAForCausalLM": "llama"
 }
 
 # Largest values taken at face value: well above any known model, small enough that a damaged or
@@ -275,6 +277,49 @@ def from_hf_config(
         eos_token_ids=token_ids(config.get("eos_token_id"), keys.name("eos_token_id"), vocab_size),
         **(_experts(keys, layers) if architecture == "qwen3_moe" else {}),
     )
+
+
+_SAME_NAMES = (  # here and in config.json
+    *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
+    *("rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias", "mlp_bias"),
+    "bos_token_id",
+)
+
+
+def to_hf_config(shape: ModelShape) -> dict[str, Any]:
+    """The config.json that `from_hf_config` reads the shape from.
+
+    Raises UnsupportedModelError for RoPE factors, which only GGUF files have.
+    """
+    config: dict[str, Any] = {name: getattr(shape, name) for name in _SAME_NAMES} | {
+        "architectures": [HF_CLASSES[shape.architecture]],
+        "model_type": shape.architecture,
+        "torch_dtype": shape.dtype,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "hidden_act": "silu",
+        "sliding_window": None,
+        "eos_token_id": list(shape.eos_token_ids),
+    }
+    if (scaling := shape.rope_scaling) is not None:
+        if scaling.kind == "factors":
+            raise UnsupportedModelError("a config.json cannot hold the RoPE factors of a GGUF file")
+        config["rope_scaling"] = {"rope_type": scaling.kind, **scaling.parameters}
+        if scaling.kind == "linear":  # has the length before scaling: see `_scaled_positions`
+            before = math.ceil(shape.max_position_embeddings / scaling.parameters["factor"])
+            config["max_position_embeddings"] = min(shape.max_position_embeddings, before)
+        if scaling.kind == "yarn":
+            config["rope_scaling"]["truncate"] = bool(scaling.parameters["truncate"])
+    if shape.num_experts:
+        config |= {
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": shape.num_experts_per_token,
+            "moe_intermediate_size": shape.moe_intermediate_size,
+            "norm_topk_prob": shape.norm_topk_prob,
+            "mlp_only_layers": sorted(shape.dense_layers),
+        }
+    return config
 
 
 def _architecture(keys: _Keys) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.errors import ModelError, UnsupportedModelError
-from twostroke.shape import RopeScaling, from_hf_config, num_parameters, tensor_shapes
+from twostroke.shape import (
+    ARCHITECTURES,
+    RopeScaling,
+    from_hf_config,
+    num_parameters,
+    tensor_shapes,
+    to_hf_config,
+)
 from twostroke.testing.tiny_model import tiny_config
 
 LLAMA3_SCALING = {
@@ -229,6 +237,40 @@ def test_old_key_type_is_understood() -> None:
 def test_context_after_scaling(scaling: dict[str, Any], expected: int) -> None:
     config = tiny_config(rope_scaling=scaling, max_position_embeddings=512)
     assert from_hf_config(config).max_position_embeddings == expected
+
+
+WRITTEN: list[dict[str, Any]] = [
+    *(config for config, _ in PUBLISHED.values()),
+    *(tiny_config(architecture) for architecture in ARCHITECTURES),
+    tiny_config(attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3, rope_theta=7.5),
+    tiny_config(bos_token_id=None, eos_token_id=[1, 2], tie_word_embeddings=True),
+    tiny_config("qwen3_moe", num_hidden_layers=6, mlp_only_layers=[3], decoder_sparse_step=2),
+    tiny_config("qwen3_moe", norm_topk_prob=False, attention_bias=True),
+    *(
+        tiny_config(rope_scaling=scaling)
+        for scaling in (
+            {"type": "linear", "factor": 2.5},
+            {"type": "linear", "factor": 0.5},
+            LLAMA3_SCALING,
+            YARN,
+            YARN | {"factor": 16.0, "truncate": False, "beta_fast": 16, "mscale": 0.7},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("config", WRITTEN)
+def test_a_shape_is_read_back_from_the_config_that_it_is_written_to(config: dict[str, Any]) -> None:
+    shape = from_hf_config(config)
+    written = json.loads(json.dumps(to_hf_config(shape)))
+    assert from_hf_config(written) == shape
+
+
+def test_rope_factors_of_a_gguf_file_cannot_be_written() -> None:
+    scaling = RopeScaling("factors", factors=(1.0,) * 8)
+    shape = replace(from_hf_config(tiny_config()), rope_scaling=scaling)
+    with pytest.raises(UnsupportedModelError, match="cannot hold the RoPE factors"):
+        to_hf_config(shape)
 
 
 @pytest.mark.parametrize(

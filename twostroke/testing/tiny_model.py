@@ -22,19 +22,11 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-
 
 def tiny_config(architecture: str = "llama", **overrides: Any) -> dict[str, Any]:
     """A small config.json of one of `shape.ARCHITECTURES`; overrides use its own key names."""
     config: dict[str, Any] = {
-        "architectures": [_CLASSES[architecture]],
+        "architectures": [shapes.HF_CLASSES[architecture]],
         "model_type": architecture,
         "vocab_size": 256 + len(SPECIAL_TOKENS),
         "hidden_size": 64,

@@ -10,6 +10,7 @@ import json
 import math
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import numpy as np
 from twostroke.arrays import Float64s
 from twostroke.cost import StepColumns, StepWork
 from twostroke.errors import ConfigError
-from twostroke.shape import ModelShape
+from twostroke.shape import ModelShape, to_hf_config
 from twostroke.twin.hardware import find_gpu
 from twostroke.twin.roofline import GRAPHS, ONE_DEVICE, Parallel, Software
 
@@ -183,8 +184,9 @@ def _compile(shape: ModelShape, gpu: str, parallel: Parallel) -> Any:
         other = "moe_tp_size" if parallel.expert_parallel else "moe_ep_size"
         experts = {kind: tp * dp, other: 1, "attention_dp_size": dp}
     with tempfile.TemporaryDirectory(prefix="twostroke-aic-") as directory:
-        # It reads a config.json; one of our own spares it the way to the hub.
-        Path(directory, "config.json").write_text(json.dumps(_config_of(shape)))
+        # It reads a config.json; one of our own spares it the way to the hub. RoPE takes no time.
+        config = to_hf_config(replace(shape, dtype="bfloat16", rope_scaling=None))
+        Path(directory, "config.json").write_text(json.dumps(config))
         try:
             return EngineHandle.compile(directory, SYSTEMS[name], "vllm", tp_size=tp, **experts)
         except Exception as error:  # it raises whatever the table or config at hand makes it raise
@@ -197,40 +199,3 @@ def _has_no_tables(gpu: str, parallel: Parallel, error: Exception) -> ConfigErro
         f"TP{parallel.tensor_parallel_size}, DP{parallel.data_parallel_size}: {str(error)[:200]}",
         hint="use the roofline",
     )
-
-
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-
-
-def _config_of(shape: ModelShape) -> dict[str, Any]:
-    """The shape as a config.json has it, as far as the package looks at it."""
-    config: dict[str, Any] = {
-        "architectures": [_CLASSES[shape.architecture]],
-        "model_type": shape.architecture,
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-        "tie_word_embeddings": shape.tie_word_embeddings,
-    }
-    if shape.num_experts:
-        config |= {
-            "num_experts": shape.num_experts,
-            "num_experts_per_tok": shape.num_experts_per_token,
-            "moe_intermediate_size": shape.moe_intermediate_size,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": sorted(shape.dense_layers),
-        }
-    return config
