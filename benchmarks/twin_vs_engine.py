@@ -188,7 +188,8 @@ def fit(seen: Measured) -> Fitted:
         f"{host.deliver_s * 1e3:.1f} ms; between steps {host.gap_s * 1e3:.2f} ms; "
         f"hand-off {host.handoff_s * 1e3:.1f} ms; longer beside the other engine's step by "
         f"{host.beside_s * 1e3:.2f} ms, for each of them that begins by "
-        f"{host.interrupted_s * 1e3:.2f} ms, after a pause by {host.cold_s * 1e3:.1f} ms"
+        f"{host.interrupted_s * 1e3:.2f} ms, with other rows than before by "
+        f"{host.changed_s * 1e3:.2f} ms, after a pause by {host.cold_s * 1e3:.1f} ms"
     )
     link = None
     if loads := seen.trace.loads:

@@ -181,6 +181,7 @@ def _summary(found: "Profile") -> str:
         ("1,000,000 query-key pairs", step.attended_s * 1e12, "us"),
         ("between two steps", host.gap_s * 1e6, "us"),
         ("from P to D, beside transfers", host.handoff_s * 1e3, "ms"),
+        ("with other rows than before", host.changed_s * 1e3, "ms more"),
         ("after a pause", host.cold_s * 1e3, "ms more"),
         ("while another engine computes", host.beside_s * 1e3, "ms more"),
         ("for each step of its meanwhile", host.interrupted_s * 1e3, "ms more"),

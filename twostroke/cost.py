@@ -55,6 +55,13 @@ class StepWork(NamedTuple):
         context = float(np.add.reduce(computed))
         return cls(num_tokens, len(num_scheduled), num_sampled, context, attended)
 
+    def decodes_on(self, before: "StepWork") -> bool:
+        """Whether both decode a token of each row, and this one of the rows of the one before."""
+        return (
+            self.num_tokens == self.num_rows == before.num_tokens == before.num_rows
+            and self.context_tokens == before.context_tokens + before.num_tokens
+        )
+
 
 class StepColumns(NamedTuple):
     """`StepWork` of many steps that differ in their contexts only: those in columns, by step."""
@@ -73,6 +80,11 @@ class StepColumns(NamedTuple):
         """
         context = context_tokens + num_rows * np.arange(num_steps, dtype=np.float64)
         return cls(num_rows, num_rows, num_rows, context, context + num_rows / 2)
+
+    def work(self, index: int) -> StepWork:
+        """Of one of them."""
+        contexts = float(self.context_tokens[index]), float(self.attended_tokens[index])
+        return StepWork(self.num_tokens, self.num_rows, self.num_sampled, *contexts)
 
 
 class StepCost(Protocol):
@@ -155,6 +167,7 @@ class LinearStepCost:
 
 
 COLD_AFTER_S, COLD_SHARE = 0.1, 0.25
+CHANGE_FADES = 0.6  # of what a change costs a step, its share that the next one pays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +182,11 @@ class HostCost:
     processors' time. A step that begins while another engine computes takes `beside_s` longer; one
     that computes, `interrupted_s` for each of another's steps that begins meanwhile, with the work
     that it makes for scheduler, router and client.
+
+    `changed_s`: how much longer a step takes that does not only decode on with the rows of the one
+    before; the next one takes `CHANGE_FADES` of that longer, and so on. What has begun or ended is
+    told to clients meanwhile, and prompts leave caches without the weights: where the device is the
+    host's processors, this takes time from the steps.
 
     `cold_s`: how much longer a step takes after a pause of `COLD_AFTER_S`, but at most `COLD_SHARE`
     of it: processors that have slept, and the host under them, are slow to begin.
@@ -188,6 +206,7 @@ class HostCost:
     handoff_s: float = 0.0  # a prompt that P has computed waits, beside transfer and relays
     beside_s: float = 0.0
     interrupted_s: float = 0.0
+    changed_s: float = 0.0
     cold_s: float = 0.0
     spread: StepSpread = StepSpread()  # of steps around what they take by all of this
 
@@ -195,7 +214,7 @@ class HostCost:
         check_numbers("host cost", self.gap_s, self.gap_row_s, self.ingress_s, self.ingress_token_s)
         check_numbers("host cost", self.frontend_s, self.frontend_token_s, self.frontend_busy_s)
         check_numbers("host cost", self.egress_s, self.egress_row_s, self.cold_s)
-        check_numbers("host cost", self.beside_s, self.interrupted_s)
+        check_numbers("host cost", self.beside_s, self.interrupted_s, self.changed_s)
         check_numbers("host cost", self.deliver_s, self.deliver_row_s, self.handoff_s)
 
     def after_pause_s(self, pause_s: float, step_s: float) -> float:

@@ -3,6 +3,7 @@
     client  sent ──frontend, ingress──▶ first step     last step ──egress, deliver──▶ last piece
     device  step ──gap── step ──gap── step       beside: steps while other engines compute too
                                                  cold: steps after a pause
+                                                 changed: steps with other rows than before
 
 All times are of the host's monotonic clock, so those of different processes can be compared.
 """
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 
 from twostroke.arrays import Bools, Float64s
-from twostroke.cost import COLD_AFTER_S, HostCost, LinearStepCost
+from twostroke.cost import CHANGE_FADES, COLD_AFTER_S, HostCost, LinearStepCost
 from twostroke.cost_fit import FitError, fit_step_cost, robust_fit, work_of
 from twostroke.cost_spread import SIZES, StepSpread
 from twostroke.trace_steps import Trace, TracedStep
@@ -29,6 +30,7 @@ SLOW, AROUND_S = 1.15, 1.0
 LONG_S = 0.05  # of a step that takes so long, what a pause before it adds is no part
 LEAST_ALONE = 0.2  # of a step's time is its own, whatever others take from it
 SHARED_ROUNDS = 2  # of fits to all steps, each with a better idea of what others take
+SETTLED = 0.1  # of `HostCost.changed_s`: what takes no more is as if nothing had changed
 LEAST_TYPICAL = 0.5  # of all steps; with fewer, nothing is typical
 
 
@@ -51,11 +53,12 @@ def fit_costs(
     and back is the front end's. Raises ValueError when no step says anything.
     """
     steps = trace.steps
-    cost, beside_s, interrupted_s, cold_s = _fit_steps(steps)
+    cost, shared = _fit_steps(steps)
     gap_s, gap_row_s = _gaps(steps)
     inward_s, inward_token_s = _inward(steps, waves)
     outward_s, outward_row_s = _outward(steps, waves)
-    host = HostCost(
+    host = replace(
+        shared,
         gap_s=gap_s,
         gap_row_s=gap_row_s,
         frontend_s=max(0.0, inward_s - relay_s),
@@ -66,33 +69,37 @@ def fit_costs(
         deliver_s=max(0.0, outward_s - relay_s),
         deliver_row_s=outward_row_s,
         handoff_s=_handoff(trace, waves, relay_s),
-        beside_s=beside_s,
-        interrupted_s=interrupted_s,
-        cold_s=cold_s,
     )
     error = error_on(cost, host, steps)
     return cost, replace(host, spread=spread_of(steps, cost, host)), error
 
 
-def _fit_steps(steps: Sequence[TracedStep]) -> tuple[LinearStepCost, float, float, float]:
-    """The cost of a step alone, `HostCost.beside_s`, `interrupted_s` and `cold_s`.
+def _fit_steps(steps: Sequence[TracedStep]) -> tuple[LinearStepCost, HostCost]:
+    """The cost of a step alone, and `HostCost.beside_s`, `interrupted_s`, `changed_s`, `cold_s`.
 
-    First of steps that were alone, as far as there are any; then of all, less what the others make
-    of it by that: where prompts and decodes have engines of their own, few prompts are alone.
+    First of steps that were alone, as far as there are any; then of all, less what the others and
+    a change of rows make of it by that: where prompts and decodes have engines of their own, few
+    prompts are alone.
     """
-    meanwhile, pauses = _meanwhile(steps), _pauses(steps)
-    lone, after_pause = ~meanwhile.any(axis=1), pauses > COLD_AFTER_S
+    around, pauses = _around(steps), _pauses(steps)
+    lone, after_pause = ~around[:, :2].any(axis=1), pauses > COLD_AFTER_S
     is_warm = ~after_pause | (np.array([step.sample.seconds for step in steps]) > LONG_S)
     chosen = lone & is_warm if (lone & is_warm).sum() >= LEAST_STEPS else np.ones_like(lone)
-    cost, shared = _fit_typical(_chosen(steps, chosen)), (0.0, 0.0)
-    for _ in range(SHARED_ROUNDS if not lone.all() else 0):
-        shared = _shared(steps, meanwhile, cost)
+    cost, host, alone = _fit_typical(_chosen(steps, chosen)), HostCost(), list(steps)
+    for _ in range(SHARED_ROUNDS):
+        host = _shared(steps, around, cost)
+        longer_s = around @ _shares(host)
         alone = [
-            _taking(step, max(step.sample.seconds - longer_s, LEAST_ALONE * step.sample.seconds))
-            for step, longer_s in zip(steps, (meanwhile @ shared).tolist(), strict=True)
+            _taking(step, max(step.sample.seconds - longer, LEAST_ALONE * step.sample.seconds))
+            for step, longer in zip(steps, longer_s.tolist(), strict=True)
         ]
         cost = _fit_typical(_chosen(alone, is_warm))
-    return cost, *shared, _cold(steps, lone & after_pause, cost)
+    return cost, replace(host, cold_s=_cold(alone, lone & after_pause, cost))
+
+
+def _shares(host: HostCost) -> tuple[float, float, float]:
+    """What each of the columns of `_around` costs."""
+    return host.beside_s, host.interrupted_s, host.changed_s
 
 
 def _taking(step: TracedStep, seconds: float) -> TracedStep:
@@ -128,9 +135,9 @@ def spread_of(steps: Sequence[TracedStep], cost: LinearStepCost, host: HostCost)
 def _predicted(
     steps: Sequence[TracedStep], cost: LinearStepCost, host: HostCost
 ) -> tuple[Float64s, Float64s]:
-    """[steps] Seconds of each alone, and what pauses and other engines add."""
+    """[steps] Seconds of each alone, and what pauses, changes and other engines add."""
     alone_s = np.array([cost.step_s(work_of(step.sample)) for step in steps])
-    longer_s = _meanwhile(steps) @ (host.beside_s, host.interrupted_s)
+    longer_s: Float64s = _around(steps) @ _shares(host)
     for index, pause_s in enumerate(_pauses(steps).tolist()):
         longer_s[index] += host.after_pause_s(pause_s, float(alone_s[index]))
     return alone_s, longer_s
@@ -164,13 +171,17 @@ def _by_engine(steps: Sequence[TracedStep]) -> dict[int, list[int]]:
     return indices
 
 
-def _meanwhile(steps: Sequence[TracedStep]) -> Float64s:
-    """[steps, 2] Whose steps ran when each began (of how many other engines), and how many steps of
-    others began during it."""
+def _around(steps: Sequence[TracedStep]) -> Float64s:
+    """[steps, 3] Whose steps ran when each began (of how many other engines), how many steps of
+    others began during it, and how much it has of the changes of rows (`HostCost.changed_s`)."""
     starts, ends = (np.array([getattr(it, name) for it in steps]) for name in ("start_s", "end_s"))
-    found = np.zeros((len(steps), 2))
+    found = np.ones((len(steps), 3))
+    found[:, :2] = 0.0
     by_engine = _by_engine(steps)
     for engine, own in by_engine.items():
+        for last, this in pairwise(own):
+            goes_on = work_of(steps[this].sample).decodes_on(work_of(steps[last].sample))
+            found[this, 2] = found[last, 2] * CHANGE_FADES + (not goes_on)
         for other, theirs in by_engine.items():
             if other == engine:
                 continue
@@ -190,26 +201,39 @@ def _pauses(steps: Sequence[TracedStep]) -> Float64s:
     return pauses
 
 
-def _shared(
-    steps: Sequence[TracedStep], meanwhile: Float64s, cost: LinearStepCost
-) -> tuple[float, float]:
-    """`HostCost.beside_s` and `interrupted_s`: medians, so that pauses of the machine do not count,
-    against the median of steps of that size that were alone, so that neither does what the cost is
-    off for them."""
-    running, begun = meanwhile.T
+def _shared(steps: Sequence[TracedStep], around: Float64s, cost: LinearStepCost) -> HostCost:
+    """`HostCost.changed_s`, `beside_s` and `interrupted_s`: medians, so that pauses of the machine
+    do not count, against the median of steps of that size that nothing befell, so that neither
+    does what the cost is off for them."""
+    running, begun, changed = around.T
     measured = np.array([step.sample.seconds for step in steps])
     ratios = _ratios(steps, cost)
     sizes = np.searchsorted(SIZES, [step.sample.num_tokens for step in steps])
-    alone = measured / ratios
+    alone, compared = measured / ratios, np.zeros(len(steps), np.bool_)
     for size in np.unique(sizes):
-        same = ratios[(sizes == size) & (running == 0) & (begun == 0)]
+        same = ratios[(sizes == size) & (around.sum(axis=1) < SETTLED)]
         if len(same) >= LEAST_STEPS:
             alone[sizes == size] *= np.median(same)
+            compared |= sizes == size
     lost = measured - alone
-    undisturbed, disturbed = (running > 0) & (begun == 0), begun > 0
+    lone, undisturbed, disturbed = running + begun == 0, (running > 0) & (begun == 0), begun > 0
+    changed_s = _weighted_median(lost, changed * (compared & lone & (changed >= SETTLED)))
+    lost -= changed_s * changed
     beside_s = _median(lost[undisturbed] / running[undisturbed])
     rest = lost[disturbed] - beside_s * running[disturbed]
-    return beside_s, _median(rest / begun[disturbed])
+    interrupted_s = _median(rest / begun[disturbed])
+    return HostCost(beside_s=beside_s, interrupted_s=interrupted_s, changed_s=changed_s)
+
+
+def _weighted_median(seconds: Float64s, levels: Float64s) -> float:
+    """Of what steps lose at a level of 1, the value that leaves the least sum of errors."""
+    which = levels > 0
+    if which.sum() < LEAST_STEPS:
+        return 0.0
+    each = seconds[which] / levels[which]
+    order = each.argsort()
+    share = levels[which][order].cumsum()
+    return max(0.0, float(each[order][share.searchsorted(share[-1] / 2)]))
 
 
 def _median(seconds: Float64s) -> float:

@@ -97,6 +97,17 @@ def test_regimes_come_in_order() -> None:
         LinearStepCost(base_s=0.0, regimes=(Regime(64, 0.0, 0.0), Regime(4, 0.0, 0.0)))
 
 
+def test_a_step_that_only_decodes_on() -> None:
+    decodes = StepWork(3, 3, 3, 100, 101.5)
+    assert StepWork(3, 3, 3, 103, 104.5).decodes_on(decodes)
+    others = StepWork(3, 3, 3, 90, 91.5), StepWork(2, 2, 2, 102, 103), StepWork(4, 4, 4, 103, 105)
+    assert not any(other.decodes_on(decodes) for other in others)
+    chunk = StepWork(64, 3, 3, 100, 9000.0)
+    assert not chunk.decodes_on(decodes)
+    assert not StepWork(3, 3, 3, 164, 165.5).decodes_on(chunk)
+    assert StepColumns.of_decodes(3, 100, 2).work(1) == StepWork(3, 3, 3, 103, 104.5)
+
+
 def test_a_step_after_a_pause_is_longer_by_a_share_at_most() -> None:
     host = HostCost(cold_s=0.01)
     assert host.after_pause_s(0.05, 1.0) == 0.0

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from twostroke.cost import HostCost, LinearStepCost
+from twostroke.cost import CHANGE_FADES, HostCost, LinearStepCost
 from twostroke.cost_fit import work_of
 from twostroke.cost_host import Wave, error_on, fit_costs
 from twostroke.messages import StepSample
@@ -124,6 +124,23 @@ def test_steps_after_a_pause() -> None:
     _, host, error = fit_costs(Trace([*warm, *slow], [], []), waves)
     assert host.cold_s == pytest.approx(1e-3, rel=0.02)
     assert error.p90 < 0.01
+
+
+def test_changes_of_rows() -> None:
+    """The first step of each wave and its first decode take 1 ms longer, and those that follow
+    less and less; a step that waits for nothing of it costs what it did."""
+    plain, _ = run_waves(0, 1, 0.0)
+    level, late_s, steps = 0.0, 0.0, []
+    for i, it in enumerate(plain):
+        level = level * CHANGE_FADES + (i % 12 < 2)
+        sample = msgspec.structs.replace(it.sample, seconds=it.sample.seconds + 1e-3 * level)
+        steps.append(TracedStep(0, it.start_s + late_s, it.end_s + late_s + 1e-3 * level, sample))
+        late_s += 1e-3 * level
+    cost, host, error = fit_costs(Trace(steps, [], []), [])
+    assert host.changed_s == pytest.approx(1e-3, rel=0.1)
+    assert error.p90 < 0.01
+    for it in plain[11::12]:
+        assert cost.step_s(work_of(it.sample)) == pytest.approx(it.sample.seconds, rel=0.01)
 
 
 def test_a_hand_off() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from twostroke.arrays import Float64s, Int32s, Int64s
 from twostroke.clock import Clock
 from twostroke.core.step import Step
-from twostroke.cost import HostCost, StepColumns, StepCost, StepWork
+from twostroke.cost import CHANGE_FADES, HostCost, StepColumns, StepCost, StepWork
 from twostroke.cost_spread import SpreadReader
 from twostroke.kv_messages import KvCommands, KvLoad, KvReport
 from twostroke.messages import StepPlan, StepResult
@@ -83,8 +83,12 @@ class CostExecutor:
         self._running: deque[RunningPlan] = deque()
         self._ended_s = -math.inf  # the end of the plan that was collected last
         self._computed_s = -math.inf  # of the last one with rows
-        self._costs: Float64s = np.empty(0)  # of the steps that may be skipped
+        self._decodes = StepColumns.of_decodes(0, 0, 0)  # the steps that may be skipped
+        self._costs: Float64s = np.empty(0)  # of these
+        self._levels: Float64s = np.empty(0)  # and how unsettled each is
         self._num_steps = 0  # submitted with rows
+        self._work: StepWork | None = None  # of the last of them
+        self._unsettled = 0.0  # how much of `HostCost.changed_s` that one took
         has_spread = bool(self._host.spread.most_tokens)
         self._spread = SpreadReader(self._host.spread, engine) if has_spread else None
 
@@ -179,8 +183,17 @@ class CostExecutor:
         seconds = self._cost.step_s(work)
         if self._spread is not None:
             seconds *= self._spread.ratio(self._num_steps, work.num_tokens)
+        if self._host.changed_s:
+            self._unsettled = self._unsettled_by(work)
+            seconds += self._host.changed_s * self._unsettled
+            self._work = work
         self._num_steps += 1
         return seconds
+
+    def _unsettled_by(self, work: StepWork) -> float:
+        """What the next step has of the changes of rows up to it: 1 for one of its own."""
+        goes_on = self._work is not None and work.decodes_on(self._work)
+        return self._unsettled * CHANGE_FADES + (0.0 if goes_on else 1.0)
 
     def _gap_s(self, rows: int) -> float:
         return self._host.gap_s + self._host.gap_row_s * rows
@@ -226,9 +239,15 @@ class CostExecutor:
         With a step in flight there is one entry more: the end of the step that then is. Each sum is
         made as single steps would, so that the last bit is the same.
         """
-        costs = self._cost.step_s_many(StepColumns.of_decodes(rows, context_tokens, turns))
+        decodes = StepColumns.of_decodes(rows, context_tokens, turns)
+        costs = self._cost.step_s_many(decodes)
         if self._spread is not None:
             costs = costs * self._spread.ratios(self._num_steps, turns, rows)
+        if self._host.changed_s:
+            levels = np.full(turns, CHANGE_FADES)
+            levels[0] = self._unsettled_by(decodes.work(0))
+            self._decodes, self._levels = decodes, np.multiply.accumulate(levels)
+            costs = costs + self._host.changed_s * self._levels
         self._costs = costs
         gap_s = self._gap_s(rows)
         spans = np.empty(2 * turns + 1)
@@ -247,6 +266,9 @@ class CostExecutor:
         """
         self.busy_s += float(self._costs[:turns].sum())
         self._num_steps += turns
+        if self._host.changed_s:
+            self._work = self._decodes.work(turns - 1)
+            self._unsettled = float(self._levels[turns - 1])
         self._ended_s = self._computed_s = float(ends[turns - 1])
         if self._running:
             running = self._running[0]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from twostroke.clock import VirtualClock
-from twostroke.cost import HostCost, LinearStepCost
+from twostroke.cost import HostCost, LinearStepCost, StepWork
 from twostroke.kv_messages import KvLoadEnd, KvReport
 from twostroke.messages import StepPlan
 from twostroke.twin.executor import IDLE_WAIT_S, CostExecutor
@@ -103,9 +103,24 @@ def test_behind_a_step_it_waits_no_longer_than_a_worker_does():
     assert executor.end_of_oldest_s == pytest.approx(1.01 + IDLE_WAIT_S)
 
 
+def test_a_change_of_rows_costs_that_step_and_the_next_ones_less_and_less():
+    clock, executor = make(host=HostCost(changed_s=0.1))
+    ends = [0.0]
+    contexts = 10, 11, 12, 30, 31
+    for step, context in enumerate(contexts):
+        executor.submit(plan(step, (context,)))
+        clock.advance_to(executor.end_of_oldest_s)
+        executor.collect()
+        ends.append(clock.now())
+    levels = [1, 0.6, 0.36, 1 + 0.216, 0.6 * 1.216]
+    plain = [COST.step_s(StepWork(1, 1, 1, context, context + 0.5)) for context in contexts]
+    late = [0.1 * level for level in levels]
+    assert np.diff(ends) - plain == pytest.approx(late)
+
+
 def test_the_ends_of_many_steps_are_those_of_the_steps():
     for in_flight in (True, False):
-        host = HostCost(gap_s=0.1)
+        host = HostCost(gap_s=0.1, changed_s=0.3)
         clock, single = make(host=host)
         clock_of_many, many = make(host=host)
         if in_flight:
