@@ -35,7 +35,7 @@ from twostroke.model.tile_ir import (
     cells_of,
     compile_kernel,
     head_of,
-    prefetch,
+    prefetch_for_step,
     row_pointer,
     tail_of,
 )
@@ -184,6 +184,5 @@ def _load_weights() -> list[str]:
         lines += [
             f"%weight_p{v} = getelementptr i8, ptr %weight_p, i64 {64 * v}",
             f"%weight{v} = load <32 x bfloat>, ptr %weight_p{v}, align 2",
-            *prefetch(f"ahead{v}", "weight_p", 64 * v),
         ]
-    return lines
+    return lines + prefetch_for_step("pair", "weight_p")

@@ -47,7 +47,7 @@ from twostroke.model.tile_ir import (
     cells_of,
     compile_kernel,
     head_of,
-    prefetch,
+    prefetch_for_step,
     row_pointer,
     tail_of,
 )
@@ -192,8 +192,8 @@ def _tile(rows: int) -> str:
         lines += [
             f"%values_p{v} = getelementptr i8, ptr %four_p, i64 {64 * v}",
             f"%values{v} = load <16 x i32>, ptr %values_p{v}, align 4",
-            *prefetch(f"ahead{v}", "four_p", 64 * v),
         ]
+    lines += prefetch_for_step("four", "four_p")
     for r in range(rows):
         lines += [
             f"%n_p{r} = getelementptr i32, ptr %x_of{r}, i64 %four",

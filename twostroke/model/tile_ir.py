@@ -176,11 +176,12 @@ def _use_object_cache(engine: Any, key: str) -> None:
 
 # Into L2, for L1 has no room. How far ahead, where a kernel does not say.
 _PREFETCH_BYTES, _PREFETCH_INTO_L2 = 2048, 2
+_ASKING = VECTORS  # tiles whose steps, of as many lines each, add up to a block's lines
 PREFETCH = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
 VPDPBUSD = "declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <16 x i32>, <16 x i32>)"
 TILE_ARGUMENTS = (
     *("weight", "next_weight", "bias", "x", "x_row_bytes", "y", "y_row_bytes", "result"),
-    *("row", "first", "second"),
+    *("row", "first", "second", "asked", "asked_shift"),
 )
 
 
@@ -231,6 +232,21 @@ def prefetch(name: str, pointer: str, offset: int, ahead: int = _PREFETCH_BYTES)
     return [
         f"%{name} = getelementptr i8, ptr %{pointer}, i64 {offset + ahead}",
         f"call void @llvm.prefetch.p0(ptr %{name}, i32 0, i32 {_PREFETCH_INTO_L2}, i32 1)",
+    ]
+
+
+def prefetch_for_step(step: str, pointer: str) -> list[str]:
+    """Where a step reads the 256 bytes at `pointer`: ask the memory for as many, further on.
+
+    Between many rows and the next block there is time. Each of the block's first _ASKING tiles asks
+    for its part of that, a line a step: all at once would take what reads the block itself needs.
+    """
+    return [
+        f"%asked_offset = shl i64 %{step}, %asked_shift",
+        "%asked_at = add i64 %asked, %asked_offset",
+        "%asked_p = inttoptr i64 %asked_at to ptr",
+        *prefetch("ahead0", "asked_p", 0, 0),
+        *(line for v in range(1, VECTORS) for line in prefetch(f"ahead{v}", pointer, 64 * v)),
     ]
 
 
@@ -305,11 +321,13 @@ def _main(max_rows: int) -> str:
         + (f"%{name} = load i64, ptr %{name}_p" if name != "ticket" else "")
         for i, name in enumerate(ARGUMENTS)
     )
+    asking_rows = _ASKING * max_rows
     tiles = range(1, max_rows + 1)
     cases = " ".join(f"i64 {n}, label %rows{n}" for n in tiles)
     arguments = (
         "i64 %block_weight, i64 %next_weight, i64 %block_bias, i64 %tile_x, i64 %x_row_bytes, "
-        "i64 %tile_y, i64 %y_row_bytes, i64 %result, i64 %row, i64 %first, i64 %second"
+        "i64 %tile_y, i64 %y_row_bytes, i64 %result, i64 %row, i64 %first, i64 %second, "
+        "i64 %asked, i64 %asked_shift"
     )
     calls = "\n".join(
         f"rows{n}:\ncall void @tile{n}({arguments})\nbr label %tile_done" for n in tiles
@@ -350,6 +368,9 @@ start:
 %bias_offset = shl i64 %block, 7
 %bias_at = add i64 %bias, %bias_offset
 %block_bias = select i1 %biased, i64 %bias_at, i64 0
+%ticket_rows = sub i64 %end_row, %first_row
+%are_many = icmp sge i64 %ticket_rows, {asking_rows}
+%near = add i64 %block_weight, {_PREFETCH_BYTES}
 br label %tile
 tile:
 %row = phi i64 [ %first_row, %start ], [ %row1, %tile_done ]
@@ -357,6 +378,14 @@ tile:
 %tile_x = add i64 %x, %x_offset
 %tile_y_offset = mul i64 %row, %y_row_bytes
 %tile_y = add i64 %block_y, %tile_y_offset
+%rows_before = sub i64 %row, %first_row
+%is_early = icmp slt i64 %rows_before, {asking_rows}
+%asks = and i1 %are_many, %is_early
+%part = mul i64 %rows_before, %block_bytes
+%asked_before = udiv i64 %part, {asking_rows}
+%next_part = add i64 %next_weight, %asked_before
+%asked = select i1 %asks, i64 %next_part, i64 %near
+%asked_shift = select i1 %asks, i64 6, i64 8
 %left = sub i64 %end_row, %row
 %many = icmp sgt i64 %left, {max_rows}
 %count = select i1 %many, i64 {max_rows}, i64 %left
