@@ -203,6 +203,7 @@ class HostCost:
     egress_row_s: float = 0.0  # for each row of the step
     deliver_s: float = 0.0
     deliver_row_s: float = 0.0
+    deliver_first_s: float = 0.0  # and so much longer the first piece of an answer
     handoff_s: float = 0.0  # a prompt that P has computed waits, beside transfer and relays
     beside_s: float = 0.0
     interrupted_s: float = 0.0
@@ -216,6 +217,7 @@ class HostCost:
         check_numbers("host cost", self.egress_s, self.egress_row_s, self.cold_s)
         check_numbers("host cost", self.beside_s, self.interrupted_s, self.changed_s)
         check_numbers("host cost", self.deliver_s, self.deliver_row_s, self.handoff_s)
+        check_numbers("host cost", self.deliver_first_s)
 
     def after_pause_s(self, pause_s: float, step_s: float) -> float:
         """How much longer a step takes that begins after such a pause of its engine."""

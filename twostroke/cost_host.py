@@ -9,7 +9,7 @@ All times are of the host's monotonic clock, so those of different processes can
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -42,6 +42,7 @@ class Wave:
     prompt_tokens: int  # of each
     sent_s: float
     ended_s: float  # the last piece of the last answer
+    first_s: float | None = None  # the first piece of the first one
 
 
 def fit_costs(
@@ -68,6 +69,7 @@ def fit_costs(
         egress_s=min(relay_s, outward_s),
         deliver_s=max(0.0, outward_s - relay_s),
         deliver_row_s=outward_row_s,
+        deliver_first_s=_first_later(steps, waves, outward_s + outward_row_s),
         handoff_s=_handoff(trace, waves, relay_s),
     )
     error = error_on(cost, host, steps)
@@ -308,15 +310,36 @@ def _busy(
 
 def _outward(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float, float]:
     """Seconds from a step's end until the client has the last of its tokens, and for each row."""
-    by_end = sorted(steps, key=lambda step: step.end_s)
-    ends = np.array([step.end_s for step in by_end])
+    last_before = _last_before(steps)
     seen = []
     for wave in waves:
-        last = int(np.searchsorted(ends, wave.ended_s, side="right")) - 1
-        if last >= 0 and ends[last] > wave.sent_s:
-            rows = by_end[last].sample.num_sampled
-            seen.append((rows, wave.ended_s - float(ends[last])))
+        step = last_before(wave.ended_s)
+        if step is not None and step.end_s > wave.sent_s:
+            seen.append((step.sample.num_sampled, wave.ended_s - step.end_s))
     return _line(seen)
+
+
+def _first_later(steps: Sequence[TracedStep], waves: Sequence[Wave], outward_s: float) -> float:
+    """By how much longer than `outward_s` the first piece of a lone request's answer takes."""
+    last_before = _last_before(steps)
+    seen = []
+    for wave in waves:
+        step = last_before(wave.first_s) if wave.first_s is not None else None
+        if wave.num_requests == 1 and step is not None and step.end_s > wave.sent_s:
+            seen.append(wave.first_s - step.end_s - outward_s)
+    return max(0.0, float(np.median(seen))) if seen else 0.0
+
+
+def _last_before(steps: Sequence[TracedStep]) -> Callable[[float], TracedStep | None]:
+    """Tells which of the steps that have ended by a time is the last."""
+    by_end = sorted(steps, key=lambda step: step.end_s)
+    ends = np.array([step.end_s for step in by_end])
+
+    def last_before(time_s: float) -> TracedStep | None:
+        count = int(np.searchsorted(ends, time_s, side="right"))
+        return by_end[count - 1] if count else None
+
+    return last_before
 
 
 def _handoff(trace: Trace, waves: Sequence[Wave], relay_s: float) -> float:

@@ -23,6 +23,7 @@ HOST = HostCost(
     egress_s=5e-4,
     deliver_s=1e-3,
     deliver_row_s=5e-5,
+    deliver_first_s=1.5e-3,
 )
 
 
@@ -46,7 +47,8 @@ def run_waves(
             now += sample.seconds + HOST.gap_s + HOST.gap_row_s * count
             context += tokens
         ended_s = steps[-1].end_s + HOST.egress_s + HOST.deliver_s + HOST.deliver_row_s * count
-        waves.append(Wave(count, length, sent_s, ended_s))
+        out_s = HOST.egress_s + HOST.deliver_s + HOST.deliver_row_s + HOST.deliver_first_s
+        waves.append(Wave(count, length, sent_s, ended_s, steps[-12].end_s + out_s))
         now = ended_s + pause_s
     return steps, waves
 
@@ -74,6 +76,7 @@ def test_what_was_put_in_comes_out() -> None:
     assert host.frontend_busy_s == pytest.approx(1.5e-3, rel=0.01)
     assert host.deliver_s == pytest.approx(HOST.deliver_s, rel=0.02)
     assert host.deliver_row_s == pytest.approx(HOST.deliver_row_s, rel=0.05)
+    assert host.deliver_first_s == pytest.approx(HOST.deliver_first_s, rel=0.05)
     assert host.beside_s == host.interrupted_s == host.cold_s == host.handoff_s == 0.0
 
 

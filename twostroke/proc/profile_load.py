@@ -20,7 +20,9 @@ from twostroke.bench.load import Outcome
 from twostroke.bench.workload import FIRST_TOKEN_ID, Prompt
 from twostroke.cost_host import Wave
 
-LEAST_PROMPT, MOST_OUTPUT = 4, 32  # tokens
+# Answers last long enough that steps in which nothing changes are as common as they are for users,
+# and that as many run on a D as it has seats for while P computes the last prompts of a burst.
+LEAST_PROMPT, MOST_OUTPUT = 4, 64  # tokens
 LONE_EACH = 4  # lone requests in a round
 BURSTS = (2, 3, 6)  # and as many as the engine takes
 STREAMS = ((12, 1.0), (8, 2.0), (8, 2.0), (6, 4.0))  # requests; over how much longer than they take
@@ -133,6 +135,7 @@ def waves_of(card: Card, outcomes: list[Outcome]) -> list[Wave]:
                 round(sum(lengths) / len(lengths)),
                 min(it.start_s for it in outcomes),
                 max(it.chunk_times_s[-1] for it in outcomes),
+                min(it.chunk_times_s[0] for it in outcomes),
             )
         ]
     waves, ended_s = [], -math.inf
@@ -140,6 +143,6 @@ def waves_of(card: Card, outcomes: list[Outcome]) -> list[Wave]:
     for it, next_s in zip(outcomes, following, strict=True):
         end_s = it.chunk_times_s[-1]
         if ended_s < it.start_s and end_s < next_s:
-            waves.append(Wave(1, it.prompt_tokens, it.start_s, end_s))
+            waves.append(Wave(1, it.prompt_tokens, it.start_s, end_s, it.chunk_times_s[0]))
         ended_s = max(ended_s, end_s)
     return waves

@@ -95,7 +95,9 @@ class Gaps:
 class Requests:
     """n requests of a run, by the index that they have in the workload."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, first_later_s: float = 0.0) -> None:
+        """`first_later_s`: what the first token of an answer takes longer to its client."""
+        self._first_later_s = first_later_s
         self.arrival_s = np.full(count, NEVER)
         self.first_s = np.full(count, NEVER)
         self.last_s = np.full(count, NEVER)
@@ -116,19 +118,26 @@ class Requests:
     def tokens(self, handles: Int64s, time_s: float) -> None:
         """Each of these, at least one, got one token."""
         before = self.last_s[handles]
-        self.last_s[handles] = time_s
+        # What follows a first token reaches its client no sooner.
+        self.last_s[handles] = np.maximum(before, time_s) if self._first_later_s else time_s
         self.num_tokens[handles] += ONE
         second = int(time_s)
         self._per_second[second] = self._per_second.get(second, 0) + len(handles)
         if has_any(new := before < _NOT_BEFORE):
-            self.first_s[handles[new]] = time_s
+            first_s = time_s + self._first_later_s
+            self.first_s[handles[new]] = self.last_s[handles[new]] = first_s
             before = before[~new]
         if len(before):
-            self.gaps.add(time_s - before)
+            gaps = time_s - before
+            self.gaps.add(np.maximum(gaps, 0.0) if self._first_later_s else gaps)
 
     def tokens_many(self, handles: Int64s, times_s: Float64s) -> None:
         """Each of these got one token at each of these times, and had some before."""
         rows, start_s, end_s = len(handles), times_s.item(0), times_s.item(-1)
+        if self._first_later_s and has_any(self.last_s[handles] > start_s):
+            for time_s in times_s.tolist():
+                self.tokens(handles, time_s)
+            return
         self.gaps.add(start_s - self.last_s[handles])
         if len(times_s) > 1:
             self.gaps.add_many(times_s[1:] - times_s[:-1], rows)

@@ -63,7 +63,6 @@ class World:
         self.scenario = scenario
         self.clock = VirtualClock()
         self.dispatcher = Dispatcher(self.clock, scenario.settings)
-        self.requests = Requests(len(scenario.workload))
         self.engines: list[TwinEngine] = []
         self._groups: list[EngineGroup] = []
         self._transfers: list[EngineTransfers] = []
@@ -94,7 +93,9 @@ class World:
         if not roles - {"prefill"}:
             raise ConfigError("no engine decodes", hint="add some with --decode or --both")
         has_handoffs = roles != {"both"}
-        self._front, self._host = FrontEnd(groups[0].host), SharedHost(groups[0].host)
+        host = groups[0].host
+        self.requests = Requests(len(self.scenario.workload), host.deliver_first_s)
+        self._front, self._host = FrontEnd(host), SharedHost(host)
         for index, group in enumerate(groups):
             self._add_engine(index, group, has_handoffs=has_handoffs)
         self._send_messages()
@@ -356,6 +357,7 @@ class World:
         requests = self.requests
         ledger = requests.ledgers[index]
         assert ledger is not None
+        time_s = max(time_s, requests.last_s.item(index))  # a lone first token takes longer
         ledger.mark(Boundary.CLOSED, time_s)
         requests.end_s[index] = time_s
         if error:

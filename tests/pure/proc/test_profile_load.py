@@ -70,9 +70,12 @@ def test_pace() -> None:
 
 def test_who_was_alone() -> None:
     burst = [outcome(0.0, 2.0, 10), outcome(0.0, 3.0, 30)]
-    assert waves_of(Card(2), burst) == [Wave(2, 20, 0.0, 3.0)]
+    assert waves_of(Card(2), burst) == [Wave(2, 20, 0.0, 3.0, 1.0)]
     stream = [outcome(*it) for it in ((0.0, 1.0), (2.0, 5.0), (3.0, 4.0), (4.5, 6.0), (7.0, 8.0))]
-    assert waves_of(Card(5, 1.0), stream) == [Wave(1, 100, 0.0, 1.0), Wave(1, 100, 7.0, 8.0)]
+    assert waves_of(Card(5, 1.0), stream) == [
+        Wave(1, 100, 0.0, 1.0, 0.5),
+        Wave(1, 100, 7.0, 8.0, 7.5),
+    ]
 
 
 def test_the_same_seed_draws_the_same() -> None:

@@ -14,6 +14,7 @@ FRONT = HostCost(
     frontend_busy_s=0.001,
     deliver_s=0.002,
     deliver_row_s=1e-4,
+    deliver_first_s=0.015,
 )
 SPEC = "poisson:30/s,in=uniform(20,400),out=uniform(2,60),n=50"
 
@@ -21,16 +22,16 @@ SPEC = "poisson:30/s,in=uniform(20,400),out=uniform(2,60),n=50"
 def test_a_lone_request_is_later_by_the_front_end() -> None:
     load = "constant:1/s,in=100,out=5,n=1"
     plain, fronted = run([group()], load), run([group(host=FRONT)], load)
-    later_s = 0.003 + 100 * 1e-5 + 0.002 + 1e-4
+    later_s = 0.003 + 100 * 1e-5 + 0.002 + 1e-4 + 0.015
     assert fronted.ttft_s - plain.ttft_s == pytest.approx([later_s])
-    assert fronted.tpot_s == pytest.approx(plain.tpot_s)
+    assert fronted.tpot_s == pytest.approx(plain.tpot_s - 0.015 / 4)
 
 
 def test_a_handoff_passes_the_front_end_once() -> None:
     load = "constant:1/s,in=100,out=5,n=1"
     plain = run([group("prefill"), group("decode")], load)
     fronted = run([group("prefill", host=FRONT), group("decode", host=FRONT)], load)
-    later_s = 0.003 + 100 * 1e-5 + 0.002 + 1e-4
+    later_s = 0.003 + 100 * 1e-5 + 0.002 + 1e-4 + 0.015
     assert fronted.ttft_s - plain.ttft_s == pytest.approx([later_s])
 
 
@@ -72,3 +73,16 @@ def test_fast_forward_changes_nothing(roles: tuple[str, ...]) -> None:
     assert fast.done.all()
     for name in ("ttft_s", "tpot_s", "e2e_s", "intervals_s"):
         assert np.array_equal(getattr(fast, name), getattr(slow, name)), name
+    for result in (fast, slow):  # first tokens are told late, and nothing is told before them
+        assert (result.e2e_s >= result.ttft_s).all()
+        assert result.intervals_s.sum(axis=1) == pytest.approx(result.e2e_s)
+    gaps = (np.repeat(it.itl_s, it.itl_counts).sum() for it in (fast, slow))
+    assert next(gaps) == pytest.approx(next(gaps))
+
+
+def test_an_answer_of_one_token_ends_with_it() -> None:
+    host = HostCost(deliver_first_s=0.5)
+    result = run([group(host=host)], "constant:1/s,in=100,out=1,n=2")
+    assert np.array_equal(result.e2e_s, result.ttft_s)
+    assert (result.ttft_s > 0.5).all()
+    assert result.intervals_s.sum(axis=1) == pytest.approx(result.e2e_s)
