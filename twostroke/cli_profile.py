@@ -187,6 +187,7 @@ def _summary(found: "Profile") -> str:
         ("for each step of its meanwhile", host.interrupted_s * 1e3, "ms more"),
         ("client to engine", (host.frontend_s + host.ingress_s) * 1e3, "ms"),
         ("engine to client", (host.egress_s + host.deliver_s) * 1e3, "ms"),
+        ("of the first piece of an answer", host.deliver_first_s * 1e3, "ms more"),
     ]
     lines = [f"{found.model} on {found.device}"]
     rows = [*tokens, *(row for row in rows if row[1])]

@@ -324,8 +324,10 @@ def _first_later(steps: Sequence[TracedStep], waves: Sequence[Wave], outward_s: 
     last_before = _last_before(steps)
     seen = []
     for wave in waves:
-        step = last_before(wave.first_s) if wave.first_s is not None else None
-        if wave.num_requests == 1 and step is not None and step.end_s > wave.sent_s:
+        if wave.num_requests > 1 or wave.first_s is None:
+            continue
+        step = last_before(wave.first_s)
+        if step is not None and step.end_s > wave.sent_s:
             seen.append(wave.first_s - step.end_s - outward_s)
     return max(0.0, float(np.median(seen))) if seen else 0.0
 

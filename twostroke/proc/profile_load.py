@@ -20,8 +20,9 @@ from twostroke.bench.load import Outcome
 from twostroke.bench.workload import FIRST_TOKEN_ID, Prompt
 from twostroke.cost_host import Wave
 
-# Answers last long enough that steps in which nothing changes are as common as they are for users,
-# and that as many run on a D as it has seats for while P computes the last prompts of a burst.
+# Answers are so long that in most steps nothing changes, as for users; and that of a burst enough
+# last until P has computed the last prompts, for D to have steps of many rows: with 32 tokens at
+# most it had 17 where a load of chats had 24.
 LEAST_PROMPT, MOST_OUTPUT = 4, 64  # tokens
 LONE_EACH = 4  # lone requests in a round
 BURSTS = (2, 3, 6)  # and as many as the engine takes
