@@ -1,7 +1,8 @@
 """What the kernels for few rows have in common, in LLVM's language: how a weight is walked.
 
 A weight lies in blocks of 64 outputs. Threads take blocks by ticket, as they get done, each with
-some rows of x where these are many; they are handled in tiles of few rows, each by a function of
+some rows of x where these are many; where they are not, the last block's rows are halved, so that
+threads end together: 9 blocks over 2 threads are 4.5 each. Rows are handled in tiles of few rows, each by a function of
 its own, so that sums stay in registers. A kernel brings these functions, and says what it calls the
 last two numbers that they are given. A thread takes its next ticket before it begins with a block,
 so that while it is at the end of one the memory can bring the beginning of the next.
@@ -314,6 +315,15 @@ def _store(row: int, result: int) -> list[str]:
     return lines
 
 
+def _block_of(name: str, ticket: str) -> str:
+    """The block that a ticket stands for; the one after all blocks is the second half of the last."""
+    return f"""%{name}is_beyond = icmp eq i64 %{ticket}, %blocks
+%{name}is_second_half = and i1 %{name}is_beyond, %halves_last
+%{name}one = zext i1 %{name}is_second_half to i64
+%{name}place = sub i64 %{ticket}, %{name}one
+%{name}block = urem i64 %{name}place, %blocks"""
+
+
 def _main(max_rows: int) -> str:
     """One thread's share: blocks by ticket; in a block, tiles of rows."""
     fields = "\n".join(
@@ -339,7 +349,14 @@ entry:
 %biased = icmp ne i64 %bias, 0
 %more_rows = add i64 %rows, {_CHUNK_ROWS - 1}
 %chunks = udiv i64 %more_rows, {_CHUNK_ROWS}
-%tickets = mul i64 %chunks, %blocks
+%whole_tickets = mul i64 %chunks, %blocks
+%is_one_chunk = icmp eq i64 %chunks, 1
+%has_two_rows = icmp uge i64 %rows, 2
+%halves_last = and i1 %is_one_chunk, %has_two_rows
+%one_more = zext i1 %halves_last to i64
+%tickets = add i64 %whole_tickets, %one_more
+%more_than_half = add i64 %rows, 1
+%half_row = lshr i64 %more_than_half, 1
 %first_taken = atomicrmw add ptr %ticket_p, i64 1 monotonic
 br label %take
 take:
@@ -350,15 +367,20 @@ start:
 %next_taken = atomicrmw add ptr %ticket_p, i64 1 monotonic
 %is_next = icmp ult i64 %next_taken, %tickets
 %next_or_same = select i1 %is_next, i64 %next_taken, i64 %taken
-%next_block = urem i64 %next_or_same, %blocks
+{_block_of("next_", "next_or_same")}
 %next_offset = mul i64 %next_block, %block_bytes
 %next_weight = add i64 %weight, %next_offset
-%block = urem i64 %taken, %blocks
-%chunk = udiv i64 %taken, %blocks
-%first_row = mul i64 %chunk, {_CHUNK_ROWS}
+{_block_of("", "taken")}
+%chunk = udiv i64 %place, %blocks
+%chunk_row = mul i64 %chunk, {_CHUNK_ROWS}
+%first_row = select i1 %is_second_half, i64 %half_row, i64 %chunk_row
 %whole_end = add i64 %first_row, {_CHUNK_ROWS}
 %is_last = icmp sgt i64 %whole_end, %rows
-%end_row = select i1 %is_last, i64 %rows, i64 %whole_end
+%chunk_end = select i1 %is_last, i64 %rows, i64 %whole_end
+%after = add i64 %taken, 1
+%is_last_block = icmp eq i64 %after, %blocks
+%is_first_half = and i1 %is_last_block, %halves_last
+%end_row = select i1 %is_first_half, i64 %half_row, i64 %chunk_end
 %weight_offset = mul i64 %block, %block_bytes
 %block_weight = add i64 %weight, %weight_offset
 %is_rounded = icmp eq i64 %result, {ROUNDED}
