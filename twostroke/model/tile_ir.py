@@ -178,6 +178,7 @@ def _use_object_cache(engine: Any, key: str) -> None:
 # Into L2, for L1 has no room. How far ahead, where a kernel does not say.
 _PREFETCH_BYTES, _PREFETCH_INTO_L2 = 2048, 2
 _ASKING = VECTORS  # tiles whose steps, of as many lines each, add up to a block's lines
+_BEGIN_BYTES = 10240  # of its first block that a thread asks for before it begins
 PREFETCH = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
 VPDPBUSD = "declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <16 x i32>, <16 x i32>)"
 TILE_ARGUMENTS = (
@@ -358,9 +359,26 @@ entry:
 %more_than_half = add i64 %rows, 1
 %half_row = lshr i64 %more_than_half, 1
 %first_taken = atomicrmw add ptr %ticket_p, i64 1 monotonic
+%begins = icmp ult i64 %first_taken, %blocks
+br i1 %begins, label %ask, label %start_taking
+ask:
+%ask_offset = mul i64 %first_taken, %block_bytes
+%ask_at = add i64 %weight, %ask_offset
+%ask_p = inttoptr i64 %ask_at to ptr
+%is_short = icmp ult i64 %block_bytes, {_BEGIN_BYTES}
+%ask_bytes = select i1 %is_short, i64 %block_bytes, i64 {_BEGIN_BYTES}
+br label %ask_line
+ask_line:
+%asked = phi i64 [ 0, %ask ], [ %asked1, %ask_line ]
+%line_p = getelementptr i8, ptr %ask_p, i64 %asked
+call void @llvm.prefetch.p0(ptr %line_p, i32 0, i32 {_PREFETCH_INTO_L2}, i32 1)
+%asked1 = add i64 %asked, 64
+%more_lines = icmp ult i64 %asked1, %ask_bytes
+br i1 %more_lines, label %ask_line, label %start_taking
+start_taking:
 br label %take
 take:
-%taken = phi i64 [ %first_taken, %entry ], [ %next_taken, %tile_done ]
+%taken = phi i64 [ %first_taken, %start_taking ], [ %next_taken, %tile_done ]
 %is_taken = icmp ult i64 %taken, %tickets
 br i1 %is_taken, label %start, label %done
 start:
