@@ -303,6 +303,26 @@ def float_of(_context: Any, bits: types.Type) -> Any:
 
 
 @in_llvm
+def largest_bits(_context: Any, address: types.Type) -> Any:
+    """Of 32 float32 there, the bits of the one that is largest without its sign, without it.
+
+    Bits of positive numbers are in the order of the numbers, with infinity and then NaN as the
+    largest. (LLVM makes no vectors of such a loop: it unrolls 32 steps before it looks for any.)
+    """
+
+    def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        kind = ir.VectorType(_I32, 32)
+        bits = builder.load(builder.inttoptr(values[0], kind.as_pointer()), align=4)
+        unsigned = builder.and_(bits, ir.Constant(kind, [0x7FFFFFFF] * 32))
+        reduce = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(_I32, [kind]), "llvm.vector.reduce.smax.v32i32"
+        )
+        return builder.call(reduce, [unsigned])
+
+    return types.int32(types.int64), generate
+
+
+@in_llvm
 def to_bf16(_context: Any, value: types.Type) -> Any:
     """A float32 as the bits of the nearest bfloat16, ties to even; NaN stays NaN.
 

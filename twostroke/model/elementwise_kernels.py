@@ -27,6 +27,7 @@ from twostroke.model.compiled import (
     halves,
     inner,
     int8s,
+    largest_bits,
     to_bf16,
     use_kernel_cache,
     words,
@@ -100,17 +101,13 @@ def add_row(hs: Any, y: int, width: int, eps: float) -> Any:
 def levels_rows(x: int, out: int, first: int, last: int, groups: int) -> None:
     """x, float32 [rows, groups * GROUP], as integers of two levels: see `few_rows_quantised`.
 
-    The largest of a group is found among the bits, whose order is that of positive numbers: it
-    takes NaN and infinity for the largest, so that the group's scale, and all results, show them.
+    NaN and infinity count as the largest of a group, so that its scale, and all results, show them.
     """
     for row in range(first, last):
-        here = x + row * groups * GROUP * 4
-        values, bits = floats(here, groups * GROUP), words(here, groups * GROUP)
+        start = x + row * groups * GROUP * 4
+        values = floats(start, groups * GROUP)
         for group in range(groups):
-            largest = np.int32(0)
-            for i in range(group * GROUP, (group + 1) * GROUP):
-                largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
-            top = float_of(largest)
+            top = float_of(largest_bits(start + group * GROUP * 4))
             scale = np.float32(0.0)
             if top > _SMALLEST:
                 scale = _TOP_LEVEL / top
@@ -118,13 +115,23 @@ def levels_rows(x: int, out: int, first: int, last: int, groups: int) -> None:
             high, low = int8s(at, GROUP), int8s(at + GROUP, GROUP)
             total = np.int32(0)
             for i in range(GROUP):
-                level = bits_of(values[group * GROUP + i] * scale + _MAGIC) - _MAGIC_BITS
-                upper = (level + np.int32(64)) >> np.int32(7)
+                # To numba a sum of int32 is int64, of which half as many fit into a vector.
+                rounded = bits_of(values[group * GROUP + i] * scale + _MAGIC)
+                level = np.int32(rounded - _MAGIC_BITS)
+                upper = np.int32(np.int32(level + np.int32(64)) >> np.int32(7))
                 high[i] = np.int8(upper)
-                low[i] = np.int8(level - (upper << np.int32(7)))
+                low[i] = np.int8(level - np.int32(upper << np.int32(7)))
                 total += level
             floats(at + 2 * GROUP, 1)[0] = top / _TOP_LEVEL
             words(at + 2 * GROUP + 4, 1)[0] = total
+
+
+@inner
+def widen_row(x: int, out: int, width: int) -> None:
+    """out, float32 = x, bfloat16."""
+    values, wide = halves(x, width), floats(out, width)
+    for i in range(width):
+        wide[i] = from_bf16(values[i])
 
 
 @inner
@@ -265,9 +272,8 @@ def _levels(arguments: Any) -> None:
     width, source = a[5] * GROUP, a[3]
     if a[6]:  # x is bfloat16, and becomes float32 there
         source = a[6]
-        values, wide = halves(a[3], a[0] * width), floats(source, a[0] * width)
-        for i in range(first * width, last * width):
-            wide[i] = from_bf16(values[i])
+        for row in range(first, last):
+            widen_row(a[3] + row * width * 2, source + row * width * 4, width)
     levels_rows(source, a[4], first, last, a[5])
 
 
