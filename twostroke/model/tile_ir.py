@@ -2,10 +2,11 @@
 
 A weight lies in blocks of 64 outputs. Threads take blocks by ticket, as they get done, each with
 some rows of x where these are many; where they are not, the last block's rows are halved, so that
-threads end together: 9 blocks over 2 threads are 4.5 each. Rows are handled in tiles of few rows, each by a function of
-its own, so that sums stay in registers. A kernel brings these functions, and says what it calls the
-last two numbers that they are given. A thread takes its next ticket before it begins with a block,
-so that while it is at the end of one the memory can bring the beginning of the next.
+threads end together: 9 blocks over 2 threads are 4.5 each. Rows are handled in tiles of few, each
+by a function of its own, so that sums stay in registers. A kernel brings these functions, and says
+what it calls the last two numbers that they are given. A thread takes its next ticket before it
+begins with a block, so that while it is at the end of one the memory can bring the beginning of the
+next; and asks for the beginning of its first one before all else.
 """
 
 import contextlib
@@ -317,7 +318,7 @@ def _store(row: int, result: int) -> list[str]:
 
 
 def _block_of(name: str, ticket: str) -> str:
-    """The block that a ticket stands for; the one after all blocks is the second half of the last."""
+    """The block that a ticket stands for; the one after all is the last one's second half."""
     return f"""%{name}is_beyond = icmp eq i64 %{ticket}, %blocks
 %{name}is_second_half = and i1 %{name}is_beyond, %halves_last
 %{name}one = zext i1 %{name}is_second_half to i64
@@ -360,21 +361,21 @@ entry:
 %half_row = lshr i64 %more_than_half, 1
 %first_taken = atomicrmw add ptr %ticket_p, i64 1 monotonic
 %begins = icmp ult i64 %first_taken, %blocks
-br i1 %begins, label %ask, label %start_taking
-ask:
-%ask_offset = mul i64 %first_taken, %block_bytes
-%ask_at = add i64 %weight, %ask_offset
-%ask_p = inttoptr i64 %ask_at to ptr
+br i1 %begins, label %begin, label %start_taking
+begin:
+%begin_offset = mul i64 %first_taken, %block_bytes
+%begin_at = add i64 %weight, %begin_offset
+%begin_p = inttoptr i64 %begin_at to ptr
 %is_short = icmp ult i64 %block_bytes, {_BEGIN_BYTES}
-%ask_bytes = select i1 %is_short, i64 %block_bytes, i64 {_BEGIN_BYTES}
-br label %ask_line
-ask_line:
-%asked = phi i64 [ 0, %ask ], [ %asked1, %ask_line ]
-%line_p = getelementptr i8, ptr %ask_p, i64 %asked
+%begin_bytes = select i1 %is_short, i64 %block_bytes, i64 {_BEGIN_BYTES}
+br label %begin_line
+begin_line:
+%begin_byte = phi i64 [ 0, %begin ], [ %begin_byte1, %begin_line ]
+%line_p = getelementptr i8, ptr %begin_p, i64 %begin_byte
 call void @llvm.prefetch.p0(ptr %line_p, i32 0, i32 {_PREFETCH_INTO_L2}, i32 1)
-%asked1 = add i64 %asked, 64
-%more_lines = icmp ult i64 %asked1, %ask_bytes
-br i1 %more_lines, label %ask_line, label %start_taking
+%begin_byte1 = add i64 %begin_byte, 64
+%more_lines = icmp ult i64 %begin_byte1, %begin_bytes
+br i1 %more_lines, label %begin_line, label %start_taking
 start_taking:
 br label %take
 take:
