@@ -56,10 +56,12 @@ class StepWork(NamedTuple):
         return cls(num_tokens, len(num_scheduled), num_sampled, context, attended)
 
     def decodes_on(self, before: "StepWork") -> bool:
-        """Whether both decode a token of each row, and this one of the rows of the one before."""
+        """Whether it runs the rows of the one before, as many tokens, and each sampled in both: a
+        token of each, or with drafts some more, of which not all may have been accepted."""
         return (
-            self.num_tokens == self.num_rows == before.num_tokens == before.num_rows
-            and self.context_tokens == before.context_tokens + before.num_tokens
+            self.num_rows == self.num_sampled == before.num_rows == before.num_sampled
+            and self.num_tokens == before.num_tokens
+            and self.num_rows <= self.context_tokens - before.context_tokens <= before.num_tokens
         )
 
 

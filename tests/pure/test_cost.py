@@ -105,6 +105,9 @@ def test_a_step_that_only_decodes_on() -> None:
     chunk = StepWork(64, 3, 3, 100, 9000.0)
     assert not chunk.decodes_on(decodes)
     assert not StepWork(3, 3, 3, 164, 165.5).decodes_on(chunk)
+    verified = StepWork(9, 3, 3, 100, 913.5)
+    assert all(StepWork(9, 3, 3, 100 + n, 1000.0).decodes_on(verified) for n in (3, 5, 9))
+    assert not StepWork(9, 3, 3, 110, 1000.0).decodes_on(verified)
     assert StepColumns.of_decodes(3, 100, 2).work(1) == StepWork(3, 3, 3, 103, 104.5)
 
 
