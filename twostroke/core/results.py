@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from twostroke.arrays import ONE, ZERO, are_same, has_all, has_any, ones, places
+from twostroke.arrays import ONE, ZERO, are_same, has_all, has_any, ones
 from twostroke.core.load_failures import fail_loads
 from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
@@ -54,16 +54,14 @@ class Results:
             failed_loads = fail_loads(self._state, step, result.kv)
         errors = {error.row: error.error for error in result.errors}
         if rows:
-            starts = places(rows)
-            if not are_same(result.num_sampled, ones(rows)):
-                starts = result.num_sampled.cumsum(dtype=np.int64)
-                starts -= result.num_sampled
-            slow = self._apply_plain(step, result, starts, outcome, failed_loads, errors)
-            for row in slow:
-                self._apply_row(step, result, row, int(starts[row]), outcome, failed_loads, errors)
-            if outcome.finished:
-                self._state.compact()
+            slow = self._apply_plain(step, result, outcome, failed_loads, errors)
             if slow:
+                starts = _starts_of(result)
+                for row in slow:
+                    start = int(starts[row])
+                    self._apply_row(step, result, row, start, outcome, failed_loads, errors)
+                if outcome.finished:
+                    self._state.compact()
                 self._trim_tokens(result, starts, outcome)
         self._end_failed_loads(failed_loads, outcome)
         if result.kv is not None:
@@ -78,7 +76,6 @@ class Results:
         self,
         step: Step,
         result: StepResult,
-        starts: Int64s,
         outcome: Outcome,
         failed_loads: dict[int, Request],
         errors: dict[int, str],
@@ -104,7 +101,11 @@ class Results:
             is_one = sampled == ONE
             plain &= is_one
             tokens = np.zeros(len(slots), np.int32)  # by row
-            tokens[is_one] = result.token_ids[starts[is_one]]
+            tokens[is_one] = (
+                result.token_ids
+                if not has_any(sampled > ONE)
+                else result.token_ids[_starts_of(result)[is_one]]
+            )
         if seats.have_stop_ids:
             plain &= ~seats.may_stop(tokens)
         for request in failed_loads.values():
@@ -258,6 +259,12 @@ class Results:
             request = state.by_request_id.get(request_id)
             if request is not None and request.uid in state.held:
                 state.release_held(request)
+
+
+def _starts_of(result: StepResult) -> Int64s:
+    """[rows] Where each row's tokens begin among all."""
+    ends: Int64s = result.num_sampled.astype(np.int64).cumsum()
+    return ends - result.num_sampled
 
 
 def handles_of(step: Step, outcome: Outcome) -> tuple[Int64s, Int32s]:

@@ -140,7 +140,7 @@ class KvManager:
         """Extend the table's keys over all full blocks of `tokens`, the request's tokens so far."""
         if self.caching:
             first = len(table.keys)
-            rest = tokens[first * self.block_size :]
+            rest = tokens[first * self.block_size :] if first else tokens
             keys, table.sums = self.hasher.extend_one(table.sums, first, rest)
             table.keys += keys
 

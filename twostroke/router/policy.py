@@ -25,6 +25,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,16 @@ FINE_BLOCKS, COARSE = 8, 4  # beyond so many blocks of a prompt only every fourt
 _FEW = 8  # this part of them may be too many
 
 UInt64s = NDArray[np.uint64]
+
+
+class KeyMaker(Protocol):
+    """Makes keys of prompts' blocks: equal where the prompts are equal up to there."""
+
+    def __init__(self, block_size: int) -> None: ...
+
+    def of(self, token_ids: Sequence[int] | Int32s, salt: str) -> list[int]:
+        """One for each whole block but the last token's, those beyond `FINE_BLOCKS` thinned out."""
+        ...
 
 
 class PrefixKeys:
@@ -218,7 +229,7 @@ class RoutingPolicy:
     ) -> None:
         self._block_size = block_size
         self._affinity = affinity
-        self._keys = PrefixKeys(block_size)
+        self._keys: KeyMaker = PrefixKeys(block_size)
         self._engines: dict[int, _Engine] = {i: _Engine() for i in range(num_engines)}
         self._sent: dict[int, _Sent] = {}
         self._first = 0  # the engine that wins a tie
@@ -227,6 +238,10 @@ class RoutingPolicy:
     def has_affinity(self) -> bool:
         """Whether it matters what an engine has cached."""
         return self._affinity and len(self._engines) > 1
+
+    def use_keys(self, maker: type[KeyMaker]) -> None:
+        """Know prompts by other keys than a server does. Before the first prompt."""
+        self._keys = maker(self._block_size)
 
     # ------------------------------------------------------------ what it answers
 

@@ -8,19 +8,21 @@ with a block has a number, and the blocks of a run have numbers in a row:
 
 A number stands for all tokens up to there, exactly: `_RUN` numbers at a time are given to the
 blocks of one token id that follow a prefix, and one to a block of several. Maps by number are
-columns, so that a prompt of a thousand blocks is looked up, entered or forgotten at once.
+columns, so that a prompt of a thousand blocks is looked up, entered or forgotten at once. A
+`Prompt` says of what runs it is made; other tokens are looked through for them.
 """
 
 import sys
 from array import array
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
 from twostroke.arrays import Int32s, Int64s, are_same, has_all, has_any
 from twostroke.kv.blocks import NULL_BLOCK
 from twostroke.kv.prefix import LANES, UInt64s
+from twostroke.router.policy import COARSE, FINE_BLOCKS
+from twostroke.twin.prompt import runs_of
 
 _RUN = 32  # blocks, of 16 tokens those of Mooncake's 512
 _MIXED = -1  # in place of a token id
@@ -28,6 +30,7 @@ _NO_KEY, _NOT_TO_HAVE = -1, -2
 # As arrays, for NumPy: with Python's numbers it takes twice as long.
 _FIRST_KEY, _IS_WITHOUT = np.array(0), np.array(_NO_KEY)
 _FEW = 32  # blocks that are looked at one by one
+_IN_RUN = np.arange(_RUN)
 
 
 class RunHasher:
@@ -55,50 +58,59 @@ class RunHasher:
     def extend_one(
         self, sums: UInt64s, first_block: int, tokens: Int32s
     ) -> "tuple[array[int], UInt64s]":
-        size, keys = self._block_size, array("q")
+        size = self._block_size
         num_blocks = len(tokens) // size
-        tokens = tokens[: num_blocks * size]
         if num_blocks <= _FEW:
-            return self._extend_by_few(sums, tokens.tobytes())
-        last, changes = int(sums[0]) - 1, (tokens[1:] != tokens[:-1]).nonzero()[0] + 1
-        if (last + 1) % _RUN == 0 and not np.count_nonzero(changes % (_RUN * size)):
-            return self._extend_by_runs(last, tokens[:: _RUN * size].tolist(), num_blocks)
-        bounds = [0, *changes.tolist(), len(tokens)]
-        block, firsts, counts = 0, [], []
+            return self._extend_by_few(sums, tokens[: num_blocks * size].tobytes())
+        last, (values, counts) = int(sums[0]) - 1, runs_of(tokens)
+        most = _RUN * size
+        num_whole = len(counts) - (counts[-1] < most)
+        if (last + 1) % _RUN == 0 and counts.count(most) == num_whole:
+            return self._extend_by_runs(last, values[: -(-num_blocks // _RUN)], num_blocks)
+        block, start, firsts, lengths = 0, 0, [], []
         known = self._first.get
-        for token, (start, end) in zip(tokens[bounds[:-1]].tolist(), pairwise(bounds), strict=True):
-            if block * size < start:  # it began with other tokens
-                last = self._mixed(last, tokens[block * size : (block + 1) * size].tobytes())
+        for token, count in zip(values, counts, strict=True):
+            if block * size < start and block < num_blocks:  # it began with other tokens
+                last = self._next(last, tokens[block * size : (block + 1) * size].tobytes())
                 firsts.append(last)
-                counts.append(1)
+                lengths.append(1)
                 block += 1
-            missing = end // size - block
+            start += count
+            missing = start // size - block
             while missing > 0:
                 first = known((last, token))
                 if first is None:
                     first = self._follower(last, token)
-                count = min(missing, _RUN - first % _RUN)
+                length = min(missing, _RUN - first % _RUN)
                 firsts.append(first)
-                counts.append(count)
-                last, block, missing = first + count - 1, block + count, missing - count
-        lengths = np.array(counts)
-        offsets = np.array(firsts) - (lengths.cumsum() - lengths)
-        keys.frombytes((offsets.repeat(lengths) + np.arange(num_blocks)).tobytes())
+                lengths.append(length)
+                last, block, missing = first + length - 1, block + length, missing - length
+        ends = np.array(lengths).cumsum()
+        offsets = np.array(firsts) - ends + lengths
+        keys = array("q", (offsets.repeat(lengths) + np.arange(num_blocks)).tobytes())
         return keys, self._sums_of(last)
 
     def _extend_by_runs(
-        self, last: int, values: list[int], num_blocks: int
+        self, last: int, values: Sequence[int], num_blocks: int
     ) -> "tuple[array[int], UInt64s]":
         """The same where each `_RUN` blocks are of one token id, one of `values`."""
-        known, firsts = self._first.get, []
+        known, firsts = self._first.get, list[int]()
         for token in values:
             first = known((last, token))
             if first is None:
-                first = self._first[last, token] = self._new_run(token)
+                break
             firsts.append(first)
             last = first + _RUN - 1
-        numbers = (np.array(firsts)[:, None] + np.arange(_RUN)).reshape(-1)[:num_blocks]
-        return array("q", numbers.tobytes()), self._sums_of(int(numbers[-1]))
+        if rest := values[len(firsts) :]:  # nothing has come behind this prefix yet
+            end = self.num_numbers + _RUN * len(rest)
+            new = range(self.num_numbers, end, _RUN)
+            followed = (last, *range(self.num_numbers + _RUN - 1, end - _RUN, _RUN))
+            self._first.update(zip(zip(followed, rest, strict=True), new, strict=True))
+            self._token_of += rest
+            self.num_numbers = end
+            firsts += new
+        numbers = (np.array(firsts)[:, None] + _IN_RUN).reshape(-1)[:num_blocks]
+        return array("q", numbers.tobytes()), self._sums_of(numbers.item(-1))
 
     def _extend_by_few(self, sums: UInt64s, content: bytes) -> "tuple[array[int], UInt64s]":
         """The same for a few blocks, which lie there one behind the other."""
@@ -167,6 +179,22 @@ class RunHasher:
             number = self._first[last, content] = self._next_mixed
             self._next_mixed += 1
         return number
+
+
+class RunKeys:
+    """`router.policy.KeyMaker` of a router in the twin: a block's key is its prefix's number."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._hasher = RunHasher(block_size)
+
+    def of(self, token_ids: Sequence[int] | Int32s, salt: str) -> list[int]:
+        hasher = self._hasher
+        tokens = np.asanyarray(token_ids, np.int32)
+        numbers, _ = hasher.extend_one(hasher.start(salt), 0, tokens)
+        end = (len(token_ids) - 1) // self._block_size
+        coarse = numbers[FINE_BLOCKS + COARSE - 1 : end : COARSE]
+        return [*numbers[: min(end, FINE_BLOCKS)], *coarse]
 
 
 class NumberMap:

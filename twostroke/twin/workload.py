@@ -22,6 +22,7 @@ import numpy as np
 from twostroke.arrays import Float64s, Int32s, Int64s
 from twostroke.bench.workload import arrival_offsets_s
 from twostroke.errors import ConfigError
+from twostroke.twin.prompt import Prompt, prompt_of
 
 MAX_REQUESTS = 10_000_000
 MAX_TOKENS = 1 << 24  # of one prompt or answer
@@ -52,11 +53,10 @@ class Workload:
     def __len__(self) -> int:
         return len(self.arrival_s)
 
-    def prompt(self, index: int) -> Int32s:
+    def prompt(self, index: int) -> Prompt:
         """Token ids of one prompt."""
         start, end = self.piece_starts[index], self.piece_starts[index + 1]
-        tokens: Int32s = np.repeat(self.values[start:end], self.counts[start:end])
-        return tokens
+        return prompt_of(self.values[start:end], self.counts[start:end])
 
     def output_value(self, index: int) -> int:
         """The token id that the answer consists of."""

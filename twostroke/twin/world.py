@@ -40,7 +40,7 @@ from twostroke.router.dispatch import Dispatcher
 from twostroke.twin.engine import TwinEngine
 from twostroke.twin.executor import CostExecutor
 from twostroke.twin.front import FrontEnd, delayed
-from twostroke.twin.hasher import NumberMap, RunHasher
+from twostroke.twin.hasher import NumberMap, RunHasher, RunKeys
 from twostroke.twin.host import SharedHost, SharedHostExecutor, inward_s
 from twostroke.twin.lockstep import Lockstep, LockstepExecutor
 from twostroke.twin.outcome import engine_result, result_of
@@ -63,6 +63,7 @@ class World:
         self.scenario = scenario
         self.clock = VirtualClock()
         self.dispatcher = Dispatcher(self.clock, scenario.settings)
+        self.dispatcher.routing.use_keys(RunKeys)
         self.engines: list[TwinEngine] = []
         self._groups: list[EngineGroup] = []
         self._transfers: list[EngineTransfers] = []
