@@ -12,7 +12,7 @@ Blocks are taken in the order of the single steps, and within a step in row orde
 free list and the prefix cache come out the same.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,6 +22,9 @@ from twostroke.core.request import Request
 from twostroke.core.state import EngineState
 from twostroke.core.step import Step
 from twostroke.messages import Bools, EngineStats, FinishReason, Int32s, Int64s
+
+
+_FEW = 32  # rows that Python counts faster than NumPy
 
 
 def skippable_turns(state: EngineState) -> int:
@@ -104,17 +107,30 @@ def first_due(state: EngineState) -> Int64s:
     return due
 
 
+def prompts_due(state: EngineState) -> int:
+    """Prompt tokens of the requests of `first_due`."""
+    prompts = state.seats.num_prompt[state.running]
+    due = state.seats.known[state.running] == prompts
+    return total(prompts[due]) if has_any(due) else 0
+
+
 def _growth(state: EngineState, turns: int | Int32s) -> Int32s:
     """[rows] Blocks that each running request takes when so many of its steps are begun."""
     seats, slots, size = state.seats, state.running, state.config.block_size
-    missing = seats.computed[slots] + turns - seats.room[slots]
-    grown: Int32s = np.maximum((missing + (size - 1)) // size, 0)
-    return grown
+    grown: Int32s = seats.computed[slots] - seats.room[slots]
+    grown += turns
+    grown += size - 1
+    grown //= size
+    return np.maximum(grown, ZERO, out=grown)
 
 
 def blocks_taken(state: EngineState, turns: int) -> int:
     """Blocks that all running requests take within so many turns."""
-    return total(_growth(state, turns))
+    seats, slots, size = state.seats, state.running, state.config.block_size
+    if len(slots) > _FEW:
+        return total(_growth(state, turns))
+    missing = (seats.computed[slots] - seats.room[slots]).tolist()
+    return sum(-(-(it + turns) // size) for it in missing if it + turns > 0)
 
 
 def _turns_with_blocks(state: EngineState, turns: int) -> int:
@@ -132,13 +148,13 @@ def _turns_with_blocks(state: EngineState, turns: int) -> int:
     return low
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
+class Skipped(NamedTuple):
     """What came of turns that were skipped."""
 
     freed_slots: list[int]  # which the first turn vacates
     num_begun: int  # rows of all steps that were begun
     ended: list[Request]  # in the last turn, by length
+    prompt_tokens: int  # of requests that got their first token
 
 
 def skip(state: EngineState, turns: int, token_ids: Int32s) -> Skipped:
@@ -150,6 +166,7 @@ def skip(state: EngineState, turns: int, token_ids: Int32s) -> Skipped:
     known = seats.known[slots]
     left = seats.stop_at[slots] - known
     ends = left == turns if least(left) == turns else None
+    prompt_tokens = prompts_due(state)
     # A step behind the one that certainly ends a request has no row of it.
     late = ends if state.in_flight else None
     begun = turns if late is None else turns - late.astype(np.int32)
@@ -176,7 +193,7 @@ def skip(state: EngineState, turns: int, token_ids: Int32s) -> Skipped:
         for request in ended:
             state.finish(request, FinishReason.LENGTH)
         state.compact()
-    return Skipped(freed, num_begun, ended)
+    return Skipped(freed, num_begun, ended, prompt_tokens)
 
 
 def _drop_rows(step: Step, dropped: Bools) -> None:
@@ -222,7 +239,7 @@ def _take_blocks(state: EngineState, turns: int | Int32s) -> None:
         return
     lacking, counts = slots[grown], counts[grown]
     room = seats.room[lacking]
-    tables = [state.request_at(slot).table for slot in lacking.tolist()]
+    tables = state.tables_at(lacking)
     order = None
     if len(tables) > 1:
         first = room - seats.computed[lacking] + ONE
@@ -247,7 +264,7 @@ def _register_blocks(state: EngineState, turns: int, late: Bools | None) -> None
     slots, full, register_at = slots[due], full[due], register_at[due]
     counts = (full - register_at) // size + ONE
     seats.hash_blocks(slots, full)
-    tables = [state.request_at(slot).table for slot in slots.tolist()]
+    tables = state.tables_at(slots)
 
     def in_order() -> Int64s:
         first = np.maximum(register_at - full + turns, 1)

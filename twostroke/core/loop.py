@@ -335,13 +335,13 @@ class EngineCore:
         ends of requests are among `take_outputs`; of the executor's step their rows are dropped.
         """
         rows = self.state.num_running
-        self._stats.prompt_tokens += self._prompts_due()
         skipped = fast_forward.skip(self.state, turns, token_ids)
         self.scheduler.num_steps += turns
         if self.state.handoff is not None:
             self.state.handoff.plans_skipped(turns)
         self._stats.num_steps += turns
         self._stats.step_tokens += skipped.num_begun
+        self._stats.prompt_tokens += skipped.prompt_tokens
         self._stats.generation_tokens += turns * rows
         if report is not None and self.state.connector is not None:
             self.state.connector.update_connector_output(report)
@@ -428,11 +428,8 @@ class EngineCore:
 
     def outlook(self) -> fast_forward.Outlook:
         """What `stats` will be in turns to come, before one in which requests end."""
-        return fast_forward.Outlook(self.stats(), self._prompts_due(), self.state)
-
-    def _prompts_due(self) -> int:
-        """Prompt tokens of the requests of `first_tokens_due`."""
-        return total(self.state.seats.num_prompt[fast_forward.first_due(self.state)])
+        due = fast_forward.prompts_due(self.state)
+        return fast_forward.Outlook(self.stats(), due, self.state)
 
     def slots(self) -> list[dict[str, Any]]:
         """What each live request does: state, tokens done and in all, blocks, age in seconds."""

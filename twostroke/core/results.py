@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from twostroke.arrays import ONE, ZERO, are_same, has_all, has_any, ones
+from twostroke.arrays import ONE, ZERO, are_same, has_all, has_any, ones, total
 from twostroke.core.load_failures import fail_loads
 from twostroke.core.request import Request, Status
 from twostroke.core.state import EngineState
@@ -115,7 +115,8 @@ class Results:
         slow: list[int] = []
         if not has_all(plain):
             rest = ~plain & (sampled > ZERO)
-            rest[list(errors)] = True
+            if errors:
+                rest[list(errors)] = True
             slow = rest.nonzero()[0].tolist()
             slots, tokens, after = slots[plain], tokens[plain], after[plain]
         seats.tokens[slots, after - ONE] = tokens
@@ -123,7 +124,7 @@ class Results:
         first = after == seats.num_prompt[slots] + ONE
         if has_any(first):
             outcome.first_tokens += seats.handle[slots[first]].tolist()
-            outcome.num_prompt_tokens += int(seats.num_prompt[slots[first]].sum())
+            outcome.num_prompt_tokens += total(seats.num_prompt[slots[first]])
         if self._async:
             pending = seats.placeholders[slots] - ONE
             seats.placeholders[slots] = pending

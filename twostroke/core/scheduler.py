@@ -112,12 +112,14 @@ class Scheduler:
         wanted = known + pending
         if config.num_spec_tokens:
             wanted += seats.num_drafts[slots]
+        np.minimum(wanted, self._last_place, out=wanted)
         wanted -= computed
         if config.long_prefill_token_threshold > 0:
             np.minimum(wanted, config.long_prefill_token_threshold, out=wanted)
-        np.minimum(wanted, self._last_place - computed, out=wanted)
         if self.state.in_flight:  # a step that certainly ends these
-            wanted[(pending > ZERO) & (computed - pending >= seats.end[slots] - _TWO)] = 0
+            ends = computed - pending >= seats.end[slots] - _TWO
+            if has_any(ends):
+                wanted[ends & (pending > ZERO)] = 0
         np.maximum(wanted, ZERO, out=wanted)
         in_all = total(wanted)
         if not in_all:
@@ -163,7 +165,7 @@ class Scheduler:
         counts = (missing + (kv.block_size - 1)) // kv.block_size
         if not kv.windowed and total(counts) <= kv.num_free:
             seats.room[lacking] += counts * kv.block_size
-            tables = [self.state.request_at(slot).table for slot in lacking.tolist()]
+            tables = self.state.tables_at(lacking)
             step.grown.update(
                 zip(lacking.tolist(), kv.take_for(tables, counts.tolist()), strict=True)
             )

@@ -16,7 +16,7 @@ from twostroke.core.request import Request, Status
 from twostroke.core.seats import Seats
 from twostroke.core.step import Step
 from twostroke.errors import ConfigError
-from twostroke.kv.manager import IntegrityError, KvManager
+from twostroke.kv.manager import BlockTable, IntegrityError, KvManager
 from twostroke.messages import FinishReason, Int32s, Int64s
 
 _MEAN_WEIGHT = 0.05  # of the newest
@@ -118,6 +118,11 @@ class EngineState:
         assert request is not None
         return request
 
+    def tables_at(self, slots: Int64s) -> list[BlockTable]:
+        """The block tables of those in these seats."""
+        requests = self.seats.request_of
+        return [it.table for slot in slots.tolist() if (it := requests[slot]) is not None]
+
     # ------------------------------------------------------------ coming and going
 
     def add(self, request: Request) -> None:
@@ -148,7 +153,7 @@ class EngineState:
     def register_blocks(self, slots: Int64s, full: Int32s) -> None:
         """Enter blocks that seated requests fill, up to `full` known tokens, into the cache."""
         self.seats.hash_blocks(slots, full)
-        tables = [self.request_at(slot).table for slot in slots.tolist()]
+        tables = self.tables_at(slots)
         self.kv.register_all(tables, full.tolist())
         size = self.config.block_size
         self.seats.register_at[slots] = (full // size + 1) * size

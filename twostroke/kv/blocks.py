@@ -30,7 +30,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_usable = self.num_free = num_blocks - 1
         self.references: Int32s = np.zeros(num_blocks, np.int32)
-        self._queue: Int64s = np.empty(2 * num_blocks + _SLACK_ENTRIES, np.int64)
+        self._queue: Int64s = np.empty(4 * num_blocks + _SLACK_ENTRIES, np.int64)
         self._queue[: self.num_free] = np.arange(1, num_blocks)
         self._places = np.arange(len(self._queue))
         self._place_of = np.arange(-1, num_blocks - 1)  # of a block's entry in the queue

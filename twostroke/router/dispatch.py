@@ -300,7 +300,8 @@ class Dispatcher:
 
     def _on_events(self, engine: Engine, events: Events) -> list[Leg]:
         """Returns the legs that have their first token."""
-        begun, loading = list[Leg](), list[Leg]()
+        begun: list[Leg] = []
+        loading: list[Leg] = []
         for handle, kind in zip(events.handles.tolist(), events.kinds.tolist(), strict=True):
             if kind in _WATCHED and (leg := self._legs.get(engine, handle)):
                 (begun if kind == EventKind.FIRST_TOKEN else loading).append(leg)

@@ -26,11 +26,11 @@ from twostroke.twin.prompt import runs_of
 
 _RUN = 32  # blocks, of 16 tokens those of Mooncake's 512
 _MIXED = -1  # in place of a token id
+_NOWHERE = -2  # in place of a number
 _NO_KEY, _NOT_TO_HAVE = -1, -2
 # As arrays, for NumPy: with Python's numbers it takes twice as long.
 _FIRST_KEY, _IS_WITHOUT = np.array(0), np.array(_NO_KEY)
 _FEW = 32  # blocks that are looked at one by one
-_IN_RUN = np.arange(_RUN)
 
 
 class RunHasher:
@@ -43,6 +43,7 @@ class RunHasher:
         self._block_size = block_size
         self._first: dict[tuple[int, int | bytes | str], int] = {}  # number, by what it follows
         self._token_of: list[int] = []  # of each _RUN numbers
+        self._goes_on = bytearray()  # whether they follow those before them, and need no entry
         self._next_mixed = 0
         self.num_numbers = 0  # all that were given are below this
 
@@ -67,50 +68,40 @@ class RunHasher:
         num_whole = len(counts) - (counts[-1] < most)
         if (last + 1) % _RUN == 0 and counts.count(most) == num_whole:
             return self._extend_by_runs(last, values[: -(-num_blocks // _RUN)], num_blocks)
-        block, start, firsts, lengths = 0, 0, [], []
-        known = self._first.get
+        block, start = 0, 0
+        spans: list[tuple[int, int]] = []
         for token, count in zip(values, counts, strict=True):
             if block * size < start and block < num_blocks:  # it began with other tokens
                 last = self._next(last, tokens[block * size : (block + 1) * size].tobytes())
-                firsts.append(last)
-                lengths.append(1)
+                spans.append((last, last + 1))
                 block += 1
             start += count
             missing = start // size - block
             while missing > 0:
-                first = known((last, token))
-                if first is None:
-                    first = self._follower(last, token)
+                first = self._follower(last, token)
                 length = min(missing, _RUN - first % _RUN)
-                firsts.append(first)
-                lengths.append(length)
+                spans.append((first, first + length))
                 last, block, missing = first + length - 1, block + length, missing - length
-        ends = np.array(lengths).cumsum()
-        offsets = np.array(firsts) - ends + lengths
-        keys = array("q", (offsets.repeat(lengths) + np.arange(num_blocks)).tobytes())
-        return keys, self._sums_of(last)
+        return _numbers_in(spans), self._sums_of(last)
 
     def _extend_by_runs(
         self, last: int, values: Sequence[int], num_blocks: int
     ) -> "tuple[array[int], UInt64s]":
         """The same where each `_RUN` blocks are of one token id, one of `values`."""
-        known, firsts = self._first.get, list[int]()
+        spans: list[tuple[int, int]] = []
+        end = last + 1
         for token in values:
-            first = known((last, token))
+            first = self._find(end - 1, token)
             if first is None:
                 break
-            firsts.append(first)
-            last = first + _RUN - 1
-        if rest := values[len(firsts) :]:  # nothing has come behind this prefix yet
-            end = self.num_numbers + _RUN * len(rest)
-            new = range(self.num_numbers, end, _RUN)
-            followed = (last, *range(self.num_numbers + _RUN - 1, end - _RUN, _RUN))
-            self._first.update(zip(zip(followed, rest, strict=True), new, strict=True))
-            self._token_of += rest
-            self.num_numbers = end
-            firsts += new
-        numbers = (np.array(firsts)[:, None] + _IN_RUN).reshape(-1)[:num_blocks]
-        return array("q", numbers.tobytes()), self._sums_of(numbers.item(-1))
+            end = first + _RUN
+            spans.append((first, end))
+        if new := values[len(spans) :]:  # nothing has come behind this prefix yet
+            first = self._new_runs(end - 1, new)
+            spans.append((first, first + _RUN * len(new)))
+        keys = _numbers_in(spans)
+        del keys[num_blocks:]
+        return keys, self._sums_of(keys[-1])
 
     def _extend_by_few(self, sums: UInt64s, content: bytes) -> "tuple[array[int], UInt64s]":
         """The same for a few blocks, which lie there one behind the other."""
@@ -155,19 +146,30 @@ class RunHasher:
         sums[0] = last + 1
         return sums
 
-    def _follower(self, last: int, token: int) -> int:
-        """The number of the block of this one token that follows the prefix `last`."""
-        if last >= 0 and (last + 1) % _RUN and self._token_of[last // _RUN] == token:
-            return last + 1
-        first = self._first.get((last, token))
-        if first is None:
-            first = self._first[last, token] = self._new_run(token)
-        return first
+    def _find(self, last: int, token: int) -> int | None:
+        """The number of the block of this one token that follows the prefix `last`, if it has one.
 
-    def _new_run(self, token: int) -> int:
-        """The first of `_RUN` numbers for blocks of a token id."""
-        first, self.num_numbers = self.num_numbers, self.num_numbers + _RUN
-        self._token_of.append(token)
+        Without a look into the books where it goes on in a run, or in the run behind it.
+        """
+        run = (last + 1) // _RUN
+        if run < len(self._token_of) and self._token_of[run] == token:
+            if (last + 1) % _RUN or self._goes_on[run]:
+                return last + 1
+        return self._first.get((last, token))
+
+    def _follower(self, last: int, token: int) -> int:
+        """The same; it is given one if it has none."""
+        first = self._find(last, token)
+        return self._new_runs(last, [token]) if first is None else first
+
+    def _new_runs(self, last: int, tokens: Sequence[int]) -> int:
+        """Numbers for the blocks of these ids, `_RUN` each, behind a prefix; returns the first."""
+        first = self.num_numbers
+        self.num_numbers += _RUN * len(tokens)
+        self._token_of += tokens
+        self._goes_on += bytes((first == last + 1,)) + b"\1" * (len(tokens) - 1)
+        if first != last + 1:
+            self._first[last, tokens[0]] = first
         return first
 
     def _mixed(self, last: int, content: bytes | str) -> int:
@@ -175,10 +177,22 @@ class RunHasher:
         number = self._first.get((last, content))
         if number is None:
             if self._next_mixed % _RUN == 0:
-                self._next_mixed = self._new_run(_MIXED)
+                self._next_mixed = self._new_runs(_NOWHERE, [_MIXED])
             number = self._first[last, content] = self._next_mixed
             self._next_mixed += 1
         return number
+
+
+def _numbers_in(spans: Sequence[tuple[int, int]]) -> "array[int]":
+    """All numbers from each first one to before each end, in order."""
+    numbers, start, end = array("q"), 0, 0
+    for first, next_end in spans:
+        if first != end:
+            numbers.frombytes(np.arange(start, end).tobytes())
+            start = first
+        end = next_end
+    numbers.frombytes(np.arange(start, end).tobytes())
+    return numbers
 
 
 class RunKeys:
@@ -210,7 +224,7 @@ class NumberMap:
     def _column(self, keys: "array[int] | list[int]") -> Int64s:
         """The keys as a column, with room for all of them."""
         if len(self._block_of) < self._hasher.num_numbers:
-            room = np.zeros(2 * self._hasher.num_numbers, np.int64)
+            room = np.zeros(4 * self._hasher.num_numbers, np.int64)  # untouched it takes no memory
             room[: len(self._block_of)] = self._block_of
             self._block_of = room
         return np.frombuffer(keys, np.int64) if isinstance(keys, array) else np.array(keys)
