@@ -28,7 +28,10 @@ _FILTER_SIZE = 4096
 
 
 class Seats:
-    """Columns [num_seats] and the tokens [num_seats, max_model_len + slack] of running requests."""
+    """Columns [num_seats] and the tokens [num_seats, max_model_len + slack] of running requests.
+
+    Of tokens that had keys when a request took its seat there are none.
+    """
 
     def __init__(
         self, num_seats: int, kv: KvManager, *, max_model_len: int, max_length: int, num_drafts: int
@@ -58,6 +61,7 @@ class Seats:
         # tokens out without looking at each request's stop ids.
         self.stop_filter: Int32s = np.zeros(_FILTER_SIZE, np.int32)
         self._num_stop_ids = 0
+        self._tokens_from = [0] * num_seats  # those before are in `Request.tokens` alone
         self._kv = kv
         self._max_length = max_length
         self._vacant = list(range(num_seats - 1, -1, -1))
@@ -80,7 +84,9 @@ class Seats:
         self.sums[slot] = request.table.sums
         if request.num_known >= self.tokens.shape[1]:
             self.tokens = np.pad(self.tokens, ((0, 0), (0, request.num_known)))
-        self.tokens[slot, : request.num_known] = request.tokens
+        # Tokens whose blocks have keys are not looked at again while it runs.
+        start = self._tokens_from[slot] = len(request.table.keys) * self._kv.block_size
+        self.tokens[slot, start : request.num_known] = request.tokens[start:]
         for token in request.stop_ids.all:
             self.stop_filter[token % _FILTER_SIZE] += 1
         self._num_stop_ids += len(request.stop_ids.all)
@@ -92,7 +98,7 @@ class Seats:
         slot = request.slot
         self.read(request)
         if keep_tokens:
-            request.tokens = self.tokens[slot, : request.num_known].copy()
+            request.tokens = self.tokens_of(request)
             request.table.sums = self.sums[slot].copy()
         request.slot = -1
         self.request_of[slot] = None
@@ -130,6 +136,12 @@ class Seats:
             self.window_at[slot] = kv.window_boundary(table)
 
     # ------------------------------------------------------------ tokens
+
+    def tokens_of(self, request: Request) -> Int32s:
+        """All known tokens of a seated request, which was `read`."""
+        start = self._tokens_from[request.slot]
+        own = self.tokens[request.slot, start : request.num_known]
+        return np.concatenate((request.tokens[:start], own))
 
     def append(self, request: Request, new: list[int]) -> None:
         """Add known tokens to a request, seated or not. `read` it before, `write` it after."""

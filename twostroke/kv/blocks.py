@@ -14,11 +14,11 @@ have 64 bits, because NumPy is several times slower at indexing by fewer.
 
 import numpy as np
 
-from twostroke.messages import Int32s, Int64s
+from twostroke.arrays import ONE, ZERO, Int32s, Int64s
 
 NULL_BLOCK = 0
 NO_BLOCKS: Int64s = np.empty(0, np.int64)
-_HELD = -1  # the place of a block that is not free
+_HELD = np.array(-1)  # the place of a block that is not free
 _SLACK_ENTRIES = 1024
 _LEAST_LOOK = 64  # entries that are looked at together where some do not count
 
@@ -45,7 +45,7 @@ class BlockPool:
         else:
             taken = self._take_counting(count)
         self.num_free -= count
-        self.references[taken] = 1
+        self.references[taken] = ONE
         self._place_of[taken] = _HELD
         return taken
 
@@ -57,24 +57,26 @@ class BlockPool:
             places = self._counting(self._head, end)[:count]
             taken.append(self._queue[self._head : end][places])
             count -= len(places)
-            self._head = self._head + int(places[-1]) + 1 if not count else end
+            self._head = self._head + places.item(-1) + 1 if not count else end
         return taken[1] if len(taken) == 2 else np.concatenate(taken)
 
     def pin(self, blocks: Int64s) -> None:
         """Add a reference to each of these blocks, all different, out of the free list or not."""
         references = self.references[blocks]
-        free = blocks[references == 0]
+        free = blocks[references == ZERO]
         self._place_of[free] = _HELD
         self.num_free -= len(free)
-        self.references[blocks] = references + 1
+        references += ONE
+        self.references[blocks] = references
 
     def release(self, blocks: Int64s) -> None:
         """Drop a reference from each, in order; those left with none go to the back, in order.
 
         They must all be different, but for null blocks.
         """
-        left = self.references[blocks] - 1
-        freed = blocks[left == 0]
+        left = self.references[blocks]
+        left -= ONE
+        freed = blocks[left == ZERO]
         if len(freed) < len(blocks):
             null = blocks == NULL_BLOCK
             left[null] = 0

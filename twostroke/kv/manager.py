@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from twostroke.arrays import ZERO, Int32s, Int64s
 from twostroke.config import SchedulerConfig
 from twostroke.errors import TwostrokeError
 from twostroke.kv.blocks import NO_BLOCKS, NULL_BLOCK, BlockPool
 from twostroke.kv.prefix import Hasher, KeyMap, Keys, PrefixHasher, PrefixMap, UInt64s
-from twostroke.messages import Int32s, Int64s
 
 _MAX_MEMOS = 32
 
@@ -340,8 +340,10 @@ class KvManager:
         if table.num_registered is not None:
             return max(blocks - held, 0)
         unseen = self.first_visible(present) // self.block_size
+        if not len(hits):
+            return max(blocks - max(unseen, held), 0)
         seen = hits[max(0, unseen - held) :]
-        unused = (self.pool.references[seen] == 0) & (seen != NULL_BLOCK)
+        unused = (self.pool.references[seen] == ZERO) & (seen != NULL_BLOCK)
         pinned = int(np.count_nonzero(unused))
         return max(blocks - max(unseen, len(hits) + held), 0) + pinned
 

@@ -154,8 +154,8 @@ class PrefixIndex:
                 break
         return held
 
-    def add(self, keys: Sequence[int]) -> None:
-        """These blocks of a prompt are the newest now."""
+    def add(self, keys: Sequence[int]) -> int:
+        """These blocks of a prompt are the newest now. Returns how many of them it held before."""
         held, path = 0, []
         while held < len(keys) and (stretch := self._by_first.get(keys[held])) is not None:
             shared = stretch.num_shared(keys)
@@ -172,6 +172,7 @@ class PrefixIndex:
             self._by_age.move_to_end(stretch)
         if self._num_blocks > self.capacity + self.capacity // _FEW:
             self._forget_oldest()
+        return held
 
     def _part(self, stretch: _Stretch, at: int) -> _Stretch:
         """Cut it in two; what is behind the cut stays as old as it is. Returns the other half."""
@@ -325,8 +326,8 @@ class RoutingPolicy:
         0 prompt tokens: their KV comes from elsewhere.
         """
         it = self._engines[engine]
-        tokens = max(num_prompt_tokens - self.cached_tokens(engine, keys), 0)
-        it.prefixes.add(keys)
+        cached_tokens = blocks_of(it.prefixes.add(keys)) * self._block_size
+        tokens = max(num_prompt_tokens - cached_tokens, 0)
         self._sent[handle] = _Sent(engine, tokens)
         it.prefill_tokens += tokens
         it.num_requests += 1

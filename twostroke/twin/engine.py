@@ -209,7 +209,8 @@ class TwinEngine:
             self.next_s = deadline_s if self.is_waiting else self.executor.looked_up_s(deadline_s)
 
     def _take_inbox(self) -> None:
-        self._hear()
+        if self._inbox:
+            self._hear()
         if self.executor.reads_ahead and (pieces := self.core.take_pieces()):
             self.executor.read(pieces)
         # A process tells its events at once; where nobody acts on them, they can wait for a step.

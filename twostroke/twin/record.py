@@ -10,13 +10,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from twostroke.arrays import ONE, Float64s, Int32s, Int64s, has_any
+from twostroke.arrays import ONE, Float64s, Int32s, Int64s
 from twostroke.ledger import Interval, RequestLedger
 from twostroke.messages import EngineStats
 
 NEVER = -1.0
-_NOT_BEFORE = np.zeros(())  # the earliest time
-
 
 _CHANGE = struct.Struct("<ibd")
 _CHANGES = np.dtype([("request", "<i4"), ("interval", "i1"), ("time_s", "<f8")])
@@ -71,14 +69,14 @@ class Gaps:
         self._values = array("d")
         self._runs = array("q")  # of values: how many, and how often each of them came
 
-    def add(self, gaps: Float64s) -> None:
+    def add(self, gaps: list[float]) -> None:
         """One gap of each of some requests."""
         count = len(gaps)
-        if gaps.argmin() == gaps.argmax():  # all are equal
+        if gaps.count(gaps[0]) == count:
             self._values.append(gaps[0])
             self._runs.extend((1, count))
         else:
-            self._values.frombytes(gaps.tobytes())
+            self._values.extend(gaps)
             self._runs.extend((count, 1))
 
     def add_many(self, gaps: Float64s, requests: int) -> None:
@@ -117,28 +115,28 @@ class Requests:
 
     def tokens(self, handles: Int64s, time_s: float) -> None:
         """Each of these, at least one, got one token."""
-        before = self.last_s[handles]
+        before = self.last_s[handles].tolist()
         # What follows a first token reaches its client no sooner.
-        self.last_s[handles] = np.maximum(before, time_s) if self._first_later_s else time_s
+        is_late = bool(self._first_later_s)
+        self.last_s[handles] = [max(it, time_s) for it in before] if is_late else time_s
         self.num_tokens[handles] += ONE
         second = int(time_s)
-        self._per_second[second] = self._per_second.get(second, 0) + len(handles)
-        if has_any(new := before < _NOT_BEFORE):
-            first_s = time_s + self._first_later_s
-            self.first_s[handles[new]] = self.last_s[handles[new]] = first_s
-            before = before[~new]
-        if len(before):
-            gaps = time_s - before
-            self.gaps.add(np.maximum(gaps, 0.0) if self._first_later_s else gaps)
+        self._per_second[second] = self._per_second.get(second, 0) + len(before)
+        if NEVER in before:
+            new = handles[self.first_s[handles] == NEVER]
+            self.first_s[new] = self.last_s[new] = time_s + self._first_later_s
+        if gaps := [max(time_s - it, 0.0) for it in before if it != NEVER]:
+            self.gaps.add(gaps)
 
     def tokens_many(self, handles: Int64s, times_s: Float64s) -> None:
         """Each of these got one token at each of these times, and had some before."""
         rows, start_s, end_s = len(handles), times_s.item(0), times_s.item(-1)
-        if self._first_later_s and has_any(self.last_s[handles] > start_s):
+        before = self.last_s[handles].tolist()
+        if self._first_later_s and max(before) > start_s:
             for time_s in times_s.tolist():
                 self.tokens(handles, time_s)
             return
-        self.gaps.add(start_s - self.last_s[handles])
+        self.gaps.add([start_s - it for it in before])
         if len(times_s) > 1:
             self.gaps.add_many(times_s[1:] - times_s[:-1], rows)
         self.last_s[handles] = end_s

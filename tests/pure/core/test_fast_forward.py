@@ -57,7 +57,7 @@ def picture(core: EngineCore):
         for handle, request in state.by_handle.items()
     }
     tokens = {
-        request.handle: state.seats.tokens[request.slot, : request.num_known].tolist()
+        request.handle: state.seats.tokens_of(request).tolist()
         for request in state.seats.requests()
     }
     keys = kv._map.keys_by_block()

@@ -49,6 +49,17 @@ def test_tokens_outlive_the_seat():
     assert request.tokens.tolist() == [1, 2, 3, 4, 5, 6]
 
 
+def test_tokens_that_had_keys_come_back_as_well():
+    kv, seats = make()
+    request = seated(kv, seats, prompt=[1, 2, 3, 4, 5, 6])
+    assert len(request.table.keys) == 1
+    seats.append(request, [7])
+    seats.write(request)
+    assert seats.tokens_of(request).tolist() == [1, 2, 3, 4, 5, 6, 7]
+    seats.leave(request)
+    assert request.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_rows_grow_for_a_sequence_beyond_the_model_length():
     kv, seats = make()
     request = seated(kv, seats, prompt=33)
@@ -66,7 +77,7 @@ def test_blocks_are_hashed_for_many_seats_at_once():
     slots = np.array([one.slot, two.slot])
     seats.hash_blocks(slots, np.array([14, 9], np.int32))
     assert (len(one.table.keys), len(two.table.keys)) == (3, 2)
-    whole = kv.new_table(seats.tokens[one.slot, :14], "", may_read=True)
+    whole = kv.new_table(seats.tokens_of(one)[:14], "", may_read=True)
     assert one.table.keys == whole.keys
 
 
