@@ -35,6 +35,7 @@ from twostroke.messages import (
 from twostroke.twin.executor import CostExecutor
 
 MIN_TURNS, MAX_TURNS = 2, 512  # taken at once: what is computed ahead and then cut is in vain
+_FIRST_TOKEN = int(EventKind.FIRST_TOKEN)
 NO_HANDLES: Int64s = np.empty(0, np.int64)
 
 
@@ -275,7 +276,7 @@ class TwinEngine:
         """The tokens of the first turn, some of which are the first of their requests."""
         slots, due = self.core.state.running, self._first_tokens
         handles = self.core.state.seats.handle[slots]
-        kinds, times = np.full(len(due), EventKind.FIRST_TOKEN, np.uint8), np.full(len(due), time_s)
+        kinds, times = np.array([_FIRST_TOKEN] * len(due), np.uint8), np.array([time_s] * len(due))
         self._sink.outputs(
             self.index,
             EngineOutputs(

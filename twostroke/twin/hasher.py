@@ -29,7 +29,7 @@ _MIXED = -1  # in place of a token id
 _NOWHERE = -2  # in place of a number
 _NO_KEY, _NOT_TO_HAVE = -1, -2
 # As arrays, for NumPy: with Python's numbers it takes twice as long.
-_FIRST_KEY, _IS_WITHOUT = np.array(0), np.array(_NO_KEY)
+_FIRST_KEY, _IS_WITHOUT, _NULL = np.array(0), np.array(_NO_KEY), np.array(NULL_BLOCK)
 _FEW = 32  # blocks that are looked at one by one
 
 
@@ -108,17 +108,21 @@ class RunHasher:
         if not content:
             return array("q"), sums
         keys, last, size = array("q"), int(sums[0]) - 1, 4 * self._block_size
-        if content == content[:4] * (len(content) // 4):  # an answer
+        if not _is_even(content):
+            last = self._next(last, content[:size])
+            keys.append(last)
+            content = content[size:]
+        if content and _is_even(content):  # what is left of it is an answer
             token, missing = int.from_bytes(content[:4], sys.byteorder), len(content) // size
             while missing > 0:
                 first = self._follower(last, token)
                 last = min(first + missing, first - first % _RUN + _RUN) - 1
                 keys.extend(range(first, last + 1))
                 missing -= last + 1 - first
-        else:
-            for start in range(0, len(content), size):
-                last = self._next(last, content[start : start + size])
-                keys.append(last)
+            return keys, self._sums_of(last)
+        for start in range(0, len(content), size):
+            last = self._next(last, content[start : start + size])
+            keys.append(last)
         return keys, self._sums_of(last)
 
     def _next(self, last: int, block: bytes) -> int:
@@ -183,6 +187,11 @@ class RunHasher:
         return number
 
 
+def _is_even(content: bytes) -> bool:
+    """Whether all of these tokens are the same."""
+    return content == content[:4] * (len(content) // 4)
+
+
 def _numbers_in(spans: Sequence[tuple[int, int]]) -> "array[int]":
     """All numbers from each first one to before each end, in order."""
     numbers, start, end = array("q"), 0, 0
@@ -230,8 +239,10 @@ class NumberMap:
         return np.frombuffer(keys, np.int64) if isinstance(keys, array) else np.array(keys)
 
     def find(self, keys: "array[int]") -> Int64s:
-        blocks = self.find_each(keys)
-        missing = (blocks == NULL_BLOCK).nonzero()[0]
+        blocks = self.find_each(keys[:_FEW])
+        if len(blocks) < len(keys) and not has_any(blocks == _NULL):
+            blocks = self.find_each(keys)
+        missing = (blocks == _NULL).nonzero()[0]
         return blocks[: missing[0]] if len(missing) else blocks
 
     def find_each(self, keys: "array[int]") -> Int64s:
@@ -245,7 +256,7 @@ class NumberMap:
         if has_any(has_key):
             numbers, blocks = numbers[~has_key], blocks[~has_key]
         self._key_of[blocks] = numbers
-        is_held = self._block_of[numbers] != NULL_BLOCK
+        is_held = self._block_of[numbers] != _NULL
         if has_any(is_held):
             self._add_singly(numbers[is_held], blocks[is_held])
             numbers, blocks = numbers[~is_held], blocks[~is_held]
