@@ -63,6 +63,7 @@ def one_shot() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.freeze()  # the process is about to end: what is left is not to be walked at last
         gc.enable()
 
 

@@ -7,12 +7,14 @@ says why that run was slow, and `twostroke twin --workload` plays it again.
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from twostroke.errors import ConfigError
-from twostroke.metrics import SampleRecord
+
+if TYPE_CHECKING:  # prometheus_client takes a while to load, and a workload needs none of it
+    from twostroke.metrics import SampleRecord
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class LedgerFile:
         except OSError as error:
             raise ConfigError(f"cannot write the ledger to {path}: {error.strerror}") from None
 
-    def add(self, records: Sequence[SampleRecord], engines: tuple[int, int]) -> None:
+    def add(self, records: "Sequence[SampleRecord]", engines: tuple[int, int]) -> None:
         """A request has ended: its samples. Those without an answer are left out."""
         lines = b""
         for it in records:

@@ -158,7 +158,10 @@ class Seats:
         """Extend prefix keys of these seats over the full blocks of their first `up_to` tokens."""
         size = self._kv.block_size
         first = self.num_keys[slots]
-        if 2 * most(up_to // size - first) >= len(slots):
+        missing = most(up_to // size - first)
+        if missing <= 0:
+            return
+        if 2 * missing >= len(slots):
             for slot, start, end in zip(
                 slots.tolist(), first.tolist(), up_to.tolist(), strict=True
             ):

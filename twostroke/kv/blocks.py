@@ -14,7 +14,7 @@ have 64 bits, because NumPy is several times slower at indexing by fewer.
 
 import numpy as np
 
-from twostroke.arrays import ONE, ZERO, Int32s, Int64s
+from twostroke.arrays import ONE, ZERO, Int32s, Int64s, has_all
 
 NULL_BLOCK = 0
 NO_BLOCKS: Int64s = np.empty(0, np.int64)
@@ -38,8 +38,8 @@ class BlockPool:
 
     def take(self, count: int) -> Int64s:
         """The `count` blocks at the front, each with one reference. There must be that many."""
-        if self._tail - self._head == self.num_free:  # each entry counts
-            end = self._head + count
+        end = self._head + count
+        if self._all_count(end):
             taken = self._queue[self._head : end].copy()
             self._head = end
         else:
@@ -48,6 +48,15 @@ class BlockPool:
         self.references[taken] = ONE
         self._place_of[taken] = _HELD
         return taken
+
+    def _all_count(self, end: int) -> bool:
+        """Whether each entry of the queue before this place counts."""
+        if self._tail - self._head == self.num_free:
+            return True
+        entries = self._queue[self._head : end]
+        return end <= self._tail and has_all(
+            self._place_of[entries] == self._places[self._head : end]
+        )
 
     def _take_counting(self, count: int) -> Int64s:
         """The same, passing over entries that do not count."""
@@ -102,7 +111,6 @@ class BlockPool:
 
     def _counting(self, start: int, end: int) -> Int64s:
         """Which entries of this part of the queue count, from `start` on."""
-        places: Int64s = (
-            self._place_of[self._queue[start:end]] == self._places[start:end]
-        ).nonzero()[0]
+        entries = self._queue[start:end]
+        places: Int64s = (self._place_of[entries] == self._places[start:end]).nonzero()[0]
         return places
