@@ -23,7 +23,6 @@ from twostroke.core.state import EngineState
 from twostroke.core.step import Step
 from twostroke.messages import Bools, EngineStats, FinishReason, Int32s, Int64s
 
-
 _FEW = 32  # rows that Python counts faster than NumPy
 
 

@@ -424,7 +424,7 @@ class Scheduler:
                     self.state.streaming[request.uid] = step.number
                 self.queues.wake_held_back()  # there may be room for the next
         self.state.order[self.state.num_running] = self.seats.sit(request)
-        self.state.num_running += 1
+        self.state.run(self.state.num_running + 1)
         step.budget -= num_new
         step.admitted.append(admission)
         self._admitted_counts.append(num_new)

@@ -59,7 +59,8 @@ class EngineState:
             num_drafts=config.num_spec_tokens,
         )
         self.order: Int64s = np.empty(config.max_num_seqs, np.int64)  # seats, by admission
-        self.num_running = 0
+        self.num_running = 0  # set by `run`
+        self.running = self.order[:0]  # seats of the running requests, in order of admission
         self.requests: dict[int, Request] = {}  # unfinished, by uid
         self.by_handle: dict[int, Request] = {}  # unfinished
         self.held: dict[int, Request] = {}  # finished, blocks still part of a transfer; by uid
@@ -74,11 +75,6 @@ class EngineState:
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
         self._freed_slots: list[int] = []
-
-    @property
-    def running(self) -> Int64s:
-        """Seats of the running requests, in order of admission."""
-        return self.order[: self.num_running]
 
     @property
     def reserve_output_tokens(self) -> int:
@@ -143,12 +139,16 @@ class EngineState:
         self.finished_ids = []
         return freed
 
+    def run(self, count: int) -> None:
+        """So many of `order` run now."""
+        self.num_running, self.running = count, self.order[:count]
+
     def compact(self) -> None:
         """Drop vacated seats from the running order."""
         running = self.running
         kept = running[self.seats.uid[running] >= 0]
         self.order[: len(kept)] = kept
-        self.num_running = len(kept)
+        self.run(len(kept))
 
     def register_blocks(self, slots: Int64s, full: Int32s) -> None:
         """Enter blocks that seated requests fill, up to `full` known tokens, into the cache."""
@@ -165,7 +165,7 @@ class EngineState:
         """
         request = self.request_at(int(self.order[place]))
         self.order[place : self.num_running - 1] = self.order[place + 1 : self.num_running].copy()
-        self.num_running -= 1
+        self.run(self.num_running - 1)
         self.vacate(request)
         self.lose_blocks(request)
         if request.kv_send is not None:

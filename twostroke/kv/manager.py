@@ -316,12 +316,12 @@ class KvManager:
         capped = min(present, self._max_model_len)
         if reserve_full:
             whole = self.blocks_at_once(min(num_tokens, self._max_model_len))
-            if self._need(table, whole, hits, capped) > self.pool.num_free:
+            if not self._suffices(table, whole, hits, capped):
                 return False
         if self._window is not None:
             self._release_unseen(table, capped)
         slots = min(capped + num_new + lookahead, self._max_model_len)
-        if self._need(table, self.blocks_for(slots), hits, present) > self.pool.num_free:
+        if not self._suffices(table, self.blocks_for(slots), hits, present):
             return False
         self._memos.pop(table, None)
         self.num_owners += not table.blocks
@@ -334,18 +334,18 @@ class KvManager:
             self.register(table, min(capped + num_new, num_tokens))
         return True
 
-    def _need(self, table: BlockTable, blocks: int, hits: Int64s, present: int) -> int:
-        """Free blocks that a table of `blocks` blocks would take."""
-        held = len(table.blocks)
+    def _suffices(self, table: BlockTable, blocks: int, hits: Int64s, present: int) -> bool:
+        """Whether there are free blocks for a table of `blocks` blocks."""
+        held, free = len(table.blocks), self.pool.num_free
         if table.num_registered is not None:
-            return max(blocks - held, 0)
+            return blocks - held <= free
         unseen = self.first_visible(present) // self.block_size
-        if not len(hits):
-            return max(blocks - max(unseen, held), 0)
+        fresh = max(blocks - max(unseen, len(hits) + held), 0)
+        if fresh + len(hits) <= free:  # even if all that match are free and would be pinned
+            return True
         seen = hits[max(0, unseen - held) :]
         unused = (self.pool.references[seen] == ZERO) & (seen != NULL_BLOCK)
-        pinned = int(np.count_nonzero(unused))
-        return max(blocks - max(unseen, len(hits) + held), 0) + pinned
+        return fresh + int(np.count_nonzero(unused)) <= free
 
     def _place_hits(self, table: BlockTable, hits: Int64s, present: int, num_external: int) -> None:
         unseen_tokens = self.first_visible(present)

@@ -1,7 +1,7 @@
 """A request as the dispatcher sees it: the job, and its legs on engines."""
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
@@ -11,6 +11,7 @@ from twostroke.kv_messages import KvTicket
 from twostroke.ledger import DECODE_LEG, PREFILL_LEG
 from twostroke.messages import AddRequest
 from twostroke.router.engines import Engine, Need
+from twostroke.router.policy import PromptKeys
 
 # Handles that the dispatcher gives start here; those below are the clients'.
 FIRST_OWN_HANDLE = 1 << 62
@@ -72,7 +73,7 @@ class Job:
     """A client's request, whatever it takes to serve it."""
 
     request: AddRequest
-    keys: Sequence[int]  # of its prompt's blocks
+    keys: PromptKeys  # of its prompt's blocks
     beside: Set[int] = frozenset()  # engines that have a sibling of it
     prefill: Leg | None = None
     serving: Leg | None = None  # whose tokens are the client's

@@ -156,9 +156,9 @@ class RunHasher:
         Without a look into the books where it goes on in a run, or in the run behind it.
         """
         run = (last + 1) // _RUN
-        if run < len(self._token_of) and self._token_of[run] == token:
-            if (last + 1) % _RUN or self._goes_on[run]:
-                return last + 1
+        is_next = run < len(self._token_of) and self._token_of[run] == token
+        if is_next and ((last + 1) % _RUN or self._goes_on[run]):
+            return last + 1
         return self._first.get((last, token))
 
     def _follower(self, last: int, token: int) -> int:
@@ -211,13 +211,13 @@ class RunKeys:
         self._block_size = block_size
         self._hasher = RunHasher(block_size)
 
-    def of(self, token_ids: Sequence[int] | Int32s, salt: str) -> list[int]:
+    def of(self, token_ids: Sequence[int] | Int32s, salt: str) -> "array[int]":
         hasher = self._hasher
         tokens = np.asanyarray(token_ids, np.int32)
         numbers, _ = hasher.extend_one(hasher.start(salt), 0, tokens)
         end = (len(token_ids) - 1) // self._block_size
-        coarse = numbers[FINE_BLOCKS + COARSE - 1 : end : COARSE]
-        return [*numbers[: min(end, FINE_BLOCKS)], *coarse]
+        fine = numbers[: min(end, FINE_BLOCKS)]
+        return fine + numbers[FINE_BLOCKS + COARSE - 1 : end : COARSE]
 
 
 class NumberMap:
