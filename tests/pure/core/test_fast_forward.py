@@ -224,14 +224,16 @@ def test_nothing_is_skipped_where_more_than_decodes_may_happen(prompts, options)
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-def test_the_outlook_is_what_the_engine_says_of_itself_turn_by_turn(is_async):
-    options = {"block_size": 4, "num_blocks": 40, "async_scheduling": is_async}
-    made = engine(fast=False, secret=b"o" * 32, **options)
-    for handle, prompt in ((1, 5), (2, 7)):
+@pytest.mark.parametrize("more", [0, 40])
+def test_the_outlook_is_what_the_engine_says_of_itself_turn_by_turn(is_async, more):
+    options = {"block_size": 4, "num_blocks": 600, "max_num_seqs": 50}
+    options["max_num_batched_tokens"] = 512
+    made = engine(fast=False, secret=b"o" * 32, async_scheduling=is_async, **options)
+    for handle, prompt in ((1, 5), (2, 7), *((10 + i, 3 + i % 5) for i in range(more))):
         made.core.add(make_request(handle, prompt, 30))
     while not (turns := made.core.skippable_turns):
         made.turn()
-    assert made.core.first_tokens_due == ([1, 2] if is_async else [])
+    assert made.core.first_tokens_due == ([*made.core.state.by_handle] if is_async else [])
     outlook = made.core.outlook()
     for expected in [outlook.after(turn) for turn in range(turns)]:  # then they end
         assert made.core.stats() == expected

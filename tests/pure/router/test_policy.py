@@ -162,7 +162,8 @@ def test_keys_stand_for_whole_prefixes_and_do_not_change():
     assert len(short) == 2
     assert keys.of(tokens, "")[:2] == short == PrefixKeys(16).of(np.array(tokens), "")[:2]
     assert len(keys.of(tokens[:32], "")) == 1  # the last token is computed in any case
-    assert not keys.of(tokens[:16], "") and not keys.of([], "")
+    assert not keys.of(tokens[:16], "")
+    assert not keys.of([], "")
     changed = keys.of([tokens[0] + 1, *tokens[1:]], "")
     assert not set(changed) & set(keys.of(tokens, ""))
     assert keys.of([0] * 33, "") != keys.of([0] * 33, "salt")
