@@ -18,6 +18,7 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import caching, cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
 from twostroke.config import cache_dir
@@ -26,8 +27,28 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 in_llvm: Callable[[Callable[..., Any]], Any] = intrinsic
 _I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
-_FEATURES = binding.get_host_cpu_features()
-HAS_BF16 = all(_FEATURES.get(name, False) for name in ("avx512bf16", "avx512vl"))
+
+def _target() -> tuple[str, str]:
+    """Name and features, as LLVM has them, of the processor that code is made for: this one.
+
+    numba's settings NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name another one, and then all kernels
+    are made for that: to share a cache among unlike machines, or to try what an older one runs.
+    """
+    features = numba.config.CPU_FEATURES
+    if features is None:
+        features = get_host_cpu_features()
+    return numba.config.CPU_NAME or binding.get_host_cpu_name(), features
+
+
+CPU_NAME, CPU_FEATURES = _target()
+
+
+def has(*features: str) -> bool:
+    """Whether the processor that code is made for has these features, as LLVM names them."""
+    return {f"+{name}" for name in features} <= set(CPU_FEATURES.split(","))
+
+
+HAS_BF16 = has("avx512bf16", "avx512vl")
 
 
 class BFloatType(ir.Type):  # type: ignore[misc]

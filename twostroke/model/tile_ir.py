@@ -124,8 +124,9 @@ def compile_kernel(
     """
     from llvmlite import binding
 
-    features = binding.get_host_cpu_features()
-    if not features.get(feature, False):
+    from twostroke.model.compiled import CPU_FEATURES, CPU_NAME, has  # here, because numba is there
+
+    if not has(feature):
         raise RuntimeError(f"the processor has no {feature}")
     openmp = load_openmp()
     if openmp is None:
@@ -133,7 +134,7 @@ def compile_kernel(
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     target = binding.Target.from_default_triple().create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=features.flatten(), opt=2, jit=True
+        cpu=CPU_NAME, features=CPU_FEATURES, opt=2, jit=True
     )
     tiles = map(tile, range(1, max_rows + 1))
     text = "\n".join([*declarations, *tiles, _main(max_rows)])
@@ -145,7 +146,7 @@ def compile_kernel(
     options = binding.create_pipeline_tuning_options()
     passes.run(module, binding.create_pass_builder(target, options))
     engine = binding.create_mcjit_compiler(module, target)
-    _use_object_cache(engine, f"{module}{target.triple}{binding.get_host_cpu_name()}{features}")
+    _use_object_cache(engine, f"{module}{target.triple}{CPU_NAME}{CPU_FEATURES}")
     engine.finalize_object()
     address: int = engine.get_function_address("kernel")
     run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
@@ -302,10 +303,7 @@ def _store(row: int, result: int) -> list[str]:
             f"%y_p{n} = getelementptr i8, ptr %{y}, i64 {16 * size * v}",
         ]
         if result == ROUNDED:
-            lines += [
-                f"%rounded{n} = fptrunc <16 x float> %result{n} to <16 x bfloat>",
-                f"store <16 x bfloat> %rounded{n}, ptr %y_p{n}, align 2",
-            ]
+            lines += [*_round(n), f"store <16 x i16> %rounded{n}, ptr %y_p{n}, align 2"]
             continue
         if result == ADDED:
             lines += [
@@ -324,6 +322,30 @@ def _block_of(name: str, ticket: str) -> str:
 %{name}one = zext i1 %{name}is_second_half to i64
 %{name}place = sub i64 %{ticket}, %{name}one
 %{name}block = urem i64 %{name}place, %blocks"""
+
+
+def _round(n: str) -> list[str]:
+    """%rounded = %result as bfloat16, as `compiled.to_bf16` rounds; without the processor's own
+    conversion LLVM would call a function for it that nobody has."""
+    from twostroke.model.compiled import HAS_BF16
+
+    if HAS_BF16:
+        return [
+            f"%bf16s{n} = fptrunc <16 x float> %result{n} to <16 x bfloat>",
+            f"%rounded{n} = bitcast <16 x bfloat> %bf16s{n} to <16 x i16>",
+        ]
+    return [
+        f"%bits{n} = bitcast <16 x float> %result{n} to <16 x i32>",
+        f"%halved{n} = lshr <16 x i32> %bits{n}, splat (i32 16)",
+        f"%tie{n} = and <16 x i32> %halved{n}, splat (i32 1)",
+        f"%half{n} = add <16 x i32> %tie{n}, splat (i32 32767)",
+        f"%raised{n} = add <16 x i32> %bits{n}, %half{n}",
+        f"%quiet{n} = or <16 x i32> %bits{n}, splat (i32 4194304)",
+        f"%is_nan{n} = fcmp uno <16 x float> %result{n}, zeroinitializer",
+        f"%whole{n} = select <16 x i1> %is_nan{n}, <16 x i32> %quiet{n}, <16 x i32> %raised{n}",
+        f"%upper{n} = lshr <16 x i32> %whole{n}, splat (i32 16)",
+        f"%rounded{n} = trunc <16 x i32> %upper{n} to <16 x i16>",
+    ]
 
 
 def _main(max_rows: int) -> str:

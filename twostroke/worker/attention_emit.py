@@ -22,17 +22,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from twostroke.model.compiled import BFloatType
+from twostroke.model.compiled import BFloatType, has
 
-_FEATURES = binding.get_host_cpu_features()
-_AVX512 = bool(_FEATURES.get("avx512f", False))
+_AVX512 = has("avx512f")
 # Products of pairs of 16-bit numbers (see attention_dots).
-HAS_DOTS = all(_FEATURES.get(name, False) for name in ("avx512bw", "avx512vnni", "avx512bf16"))
+HAS_DOTS = has("avx512bw", "avx512vnni", "avx512bf16")
 # Accumulators must stay in registers: 24 of 32 with AVX-512, 12 of 16 with AVX2 (NEON: 24 of 32).
 LANES = 16 if _AVX512 else 8
 MAX_ROWS = 6 if _AVX512 else 3
