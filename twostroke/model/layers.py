@@ -81,7 +81,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         if self.int8 is not None:
             return self.int8(x.contiguous())
-        if self._takes_few_bits(len(x)):
+        if self.takes_few_bits(len(x)):
             assert self.quantised is not None
             return self.quantised(x.contiguous())
         assert self._weight is not None
@@ -93,17 +93,18 @@ class Linear:
 
     def bytes_read(self, num_rows: int) -> int:
         """Of the weight, in a product with that many rows."""
-        if self.quantised is not None and self._takes_few_bits(num_rows):
+        if self.quantised is not None and self.takes_few_bits(num_rows):
             return self.quantised.nbytes
         return self._weight_bytes
 
-    def _takes_few_bits(self, num_rows: int) -> bool:
+    def takes_few_bits(self, num_rows: int) -> bool:
+        """Whether a product with that many rows is one of the weight in few bits."""
         few = self._weight is None or num_rows <= MAX_QUANTISED_ROWS
         return self.quantised is not None and few
 
     def in_float32(self, x: Tensor) -> Tensor:
         """The product with its sums kept in float32 where the kernel can, else widened."""
-        if self._takes_few_bits(len(x)):
+        if self.takes_few_bits(len(x)):
             assert self.quantised is not None
             y = torch.empty((x.shape[0], self.quantised.out), dtype=torch.float32)
             return self.quantised.into(y, x.contiguous())

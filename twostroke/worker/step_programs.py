@@ -14,7 +14,6 @@ from torch import Tensor
 from twostroke.arrays import Int32s
 from twostroke.model import tile_ir
 from twostroke.model.elementwise import LEVELS_BYTES, Kernels
-from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS
 from twostroke.model.int8_rows import row_bytes
 from twostroke.model.layers import Mlp
 from twostroke.model.llama import DecoderModel
@@ -118,8 +117,8 @@ class FewRowsProgram:
         parts = StepCalls(model, buffers.places, kernels, few_bits=few_bits).layers()
         # The LM head's form is the one that `Linear` takes for as many rows.
         head = model.lm_head
-        few_bits = max_tokens <= MAX_QUANTISED_ROWS or head.few_rows is None
-        self.has_logits = head.int8 is None and (head.few_rows or head.quantised) is not None
+        few_bits = head.takes_few_bits(max_tokens)
+        self.has_logits = head.int8 is None and (few_bits or head.few_rows is not None)
         if self.has_logits:
             ends = StepCalls(model, buffers.places, kernels, few_bits=few_bits).head()
             parts.append(ends)

@@ -59,7 +59,7 @@ def whole_steps(model: DecoderModel, attention: PagedAttention) -> "WholeSteps |
     if not whole and any(linear.quantised is None for linear in linears):
         return None
     programs = [(MAX_ROWS, not whole)]
-    if whole and (few_bits or model.lm_head.quantised is not None):
+    if few_bits or model.lm_head.quantised is not None:
         programs.insert(0, (MAX_QUANTISED_ROWS, few_bits))
     return WholeSteps(model, attention, programs)
 
