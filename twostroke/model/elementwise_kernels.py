@@ -44,7 +44,7 @@ _P4, _P5 = np.float32(0.00967151277), np.float32(0.00132647151)
 _MAGIC = np.float32(12582912.0)  # adding 1.5 * 2**23 rounds to an integer, in the low bits
 _MAGIC_BITS = np.int32(0x4B400000)
 _ONE = np.float32(1.0)
-_TOP_LEVEL = np.float32(127 * 128)  # so that the upper level stays within 8 bits
+_TOP_LEVEL = np.float32(127 * 256 + 127)  # so that both levels stay within 8 bits
 _SMALLEST = np.float32(1e-30)  # whose inverse, times _TOP_LEVEL, is still a number
 _HALF, _UPPER = np.int32(16), np.int32(-65536)  # a pair of bfloat16: shift and mask of the second
 
@@ -118,9 +118,9 @@ def levels_rows(x: int, out: int, first: int, last: int, groups: int) -> None:
                 # To numba a sum of int32 is int64, of which half as many fit into a vector.
                 rounded = bits_of(values[group * GROUP + i] * scale + _MAGIC)
                 level = np.int32(rounded - _MAGIC_BITS)
-                upper = np.int32(np.int32(level + np.int32(64)) >> np.int32(7))
+                upper = np.int32(np.int32(level + np.int32(128)) >> np.int32(8))
                 high[i] = np.int8(upper)
-                low[i] = np.int8(level - np.int32(upper << np.int32(7)))
+                low[i] = np.int8(level - np.int32(upper << np.int32(8)))
                 total += level
             floats(at + 2 * GROUP, 1)[0] = top / _TOP_LEVEL
             words(at + 2 * GROUP + 4, 1)[0] = total

@@ -14,7 +14,7 @@ Inputs come in groups of 32 that share a scale, and in some formats a minimum, f
 
     y[o] = sum over groups g of  scale_x[g] * (scale[o, g] * sum of q[o, i] * n[i]
                                                + minimum[o, g] * sum of n[i])
-    with n[i] = 128 * high[i] + low[i]
+    with n[i] = 256 * high[i] + low[i]
 
 The instruction wants one side without sign: 8-bit weights are kept as q + 128, and the sum over the
 group begins at -128 * sum of n[i]; where minima are all -8 times the scale (Q4_0), at -8 times it.
@@ -320,7 +320,7 @@ def _scale(has_minima: bool, sums: dict[tuple[int, int, int], str]) -> list[str]
     for r, v in sorted({(r, v) for r, _, v in sums}):
         n = f"{r}_{v}"
         lines += [
-            f"%high{n} = shl <16 x i32> {sums[r, 0, v]}, splat (i32 7)",
+            f"%high{n} = shl <16 x i32> {sums[r, 0, v]}, splat (i32 8)",
             f"%both{n} = add <16 x i32> %high{n}, {sums[r, 1, v]}",
             f"%sum_f{n} = sitofp <16 x i32> %both{n} to <16 x float>",
             f"%scaled{n} = fmul contract <16 x float> %sum_f{n}, %scale{v}",

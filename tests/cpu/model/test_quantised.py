@@ -99,8 +99,8 @@ def test_the_product_is_that_of_the_dequantised_weight(
     expected = x.double() @ weight.dequantised().double().T
     if b is not None:
         expected += b.double()
-    # Half a step of x as integers of 15 bits, and the order of sums.
-    step = x.double().view(20, -1, GROUP).abs().amax(-1) / (127 * 128)
+    # Half a step of x as integers of 16 bits, and the order of sums.
+    step = x.double().view(20, -1, GROUP).abs().amax(-1) / (127 * 257)
     rounding = 0.5 * step.repeat_interleave(GROUP, 1)
     weights = weight.dequantised().double().abs().T
     bound = ((1.01 * rounding + 1e-6 * x.double().abs()) @ weights).max()
@@ -114,8 +114,8 @@ def test_the_product_is_that_of_the_dequantised_weight(
 @pytest.mark.parametrize("bits", [4, 8])
 def test_what_levels_hold_exactly_is_multiplied_exactly(bits: int) -> None:
     weight = random_weight(bits, 64, 96, minima=bits == 4)
-    x = torch.randint(-127 * 128, 127 * 128 + 1, (3, 96)).float()
-    x[:, ::GROUP] = 127 * 128  # so that the scale is 1
+    x = torch.randint(-127 * 257, 127 * 257 + 1, (3, 96)).float()
+    x[:, ::GROUP] = 127 * 257  # so that the scale is 1
     y = QuantisedRows(weight, None).into(torch.empty(3, 64), x)
     expected = x.double() @ weight.dequantised().double().T
     assert (y - expected).abs().max() < 1e-6 * (x.abs() @ weight.dequantised().abs().T).max()
