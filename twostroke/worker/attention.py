@@ -39,6 +39,8 @@ MAX_GATHERED_TOKENS = 1 << 15
 class PagedAttention(ABC):
     """Writes the step's keys and values, and attends causally over each row's context."""
 
+    kind = "torch"  # in words
+
     def __init__(self, pool: Tensor, num_heads: int, scale: float) -> None:
         if pool.dim() != 6 or pool.shape[2] != 2 or not pool.is_contiguous():
             raise ValueError(

@@ -13,6 +13,7 @@ from torch import Tensor
 from twostroke.arrays import Int64s
 from twostroke.messages import Int32s
 from twostroke.model.barrier import Barrier
+from twostroke.model.compiled import CPU_NAME
 from twostroke.model.openmp import load_openmp
 from twostroke.worker.attention import PagedAttention
 from twostroke.worker.attention_emit import HAS_DOTS, LANES
@@ -94,6 +95,8 @@ class NumbaAttention(PagedAttention):
     Not for concurrent use: scratch belongs to the object. Where torch brings no OpenMP with GNU's
     entry points (macOS), one thread does all.
     """
+
+    kind = f"compiled for {CPU_NAME}"
 
     def __init__(self, pool: Tensor, num_heads: int, scale: float, num_threads: int = 0) -> None:
         super().__init__(pool, num_heads, scale)

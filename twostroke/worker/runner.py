@@ -67,7 +67,7 @@ from twostroke.worker.inputs import (
 from twostroke.worker.logprobs import token_logprobs
 from twostroke.worker.pool import Fact
 from twostroke.worker.sampler import Sampled, Sampler
-from twostroke.worker.whole_steps import StepOutput, whole_steps
+from twostroke.worker.whole_steps import StepOutput, kernels_fact, whole_steps
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 
@@ -128,10 +128,10 @@ class ModelRunner:
         self.facts += pool.parallel_facts(shape, self.model.shard)
 
         self.kv_pool, self.connector = self._allocate_pool(config, checkpoint, layout, engine_id)
-        self.attention = make_attention(
-            self.kv_pool, self.model.shard.num_heads, shape.head_dim**-0.5
-        )
+        num_heads = self.model.shard.num_heads
+        self.attention = make_attention(self.kv_pool, num_heads, shape.head_dim**-0.5)
         self.whole_steps = whole_steps(self.model, self.attention)
+        self.facts.append(kernels_fact(self.model, self.attention, self.whole_steps))
         self.seats = SeatTable(
             max_num_seqs=config.max_num_seqs,
             max_model_len=size.max_model_len,

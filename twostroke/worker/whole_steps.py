@@ -27,6 +27,7 @@ from twostroke.model.layers import Mlp
 from twostroke.model.llama import DecoderModel
 from twostroke.model.thread_count import ThreadCounts
 from twostroke.worker.attention import PagedAttention
+from twostroke.worker.pool import Fact
 from twostroke.worker.step_programs import Buffers, FewRowsProgram
 
 if TYPE_CHECKING:
@@ -62,6 +63,20 @@ def whole_steps(model: DecoderModel, attention: PagedAttention) -> "WholeSteps |
     if few_bits or model.lm_head.quantised is not None:
         programs.insert(0, (MAX_QUANTISED_ROWS, few_bits))
     return WholeSteps(model, attention, programs)
+
+
+def kernels_fact(
+    model: DecoderModel, attention: PagedAttention, steps: "WholeSteps | None"
+) -> Fact:
+    """For the start-up block: which of the ways to run a step this is, by what is there."""
+    linears = [*model.linears, model.lm_head]
+    products = {
+        "4 and 8 bits by AVX512-VNNI": any(it.quantised or it.int8 for it in linears),
+        "bfloat16 by AVX512-BF16": any(it.few_rows for it in linears),
+    }
+    own = [name for name, is_used in products.items() if is_used]
+    how = "layer by layer" if steps is None else "a step is one program"
+    return "Kernels", how, f"products: {', '.join(own) or 'torch'}; attention: {attention.kind}"
 
 
 class StepOutput(NamedTuple):

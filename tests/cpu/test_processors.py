@@ -1,0 +1,80 @@
+"""Kernels made for lesser processors than this one give what its own give, and the start says which
+they are. The functions of AVX-512 are asked for where it is named, and nowhere else.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cpu.other_processor import run
+from twostroke.model.compiled import has
+
+# Name; features that this machine must have as well; those that are told of.
+AVX2 = "haswell", ("avx2", "fma"), ""
+VNNI_FEATURES = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
+VNNI = "cascadelake", VNNI_FEATURES, ",".join(f"+{name}" for name in VNNI_FEATURES)
+ANY = "generic", (), ""
+
+
+def run_on(processor: tuple[str, tuple[str, ...], str], *arguments: str) -> dict[str, Any]:
+    name, needed, told = processor
+    if not has(*needed):
+        pytest.skip(f"this processor has no {' and '.join(needed)}")
+    environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": told}
+    command = [sys.executable, "-m", "tests.cpu.other_processor", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def here(directory: Path, dtype: str, quantization: str) -> dict[str, Any]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return run(directory, dtype, quantization)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.timeout(400)  # what is not in the cache is compiled
+def test_with_avx2_all_is_as_here(tiny_dir: Path) -> None:
+    found, expected = (
+        run_on(AVX2, str(tiny_dir), "float32", "none"),
+        here(tiny_dir, "float32", "none"),
+    )
+    assert found["tokens"] == expected["tokens"]
+    torch.testing.assert_close(found["hidden"], expected["hidden"], atol=1e-4, rtol=1e-4)
+    assert found["kernels"] == [
+        "layer by layer",
+        "products: torch; attention: compiled for haswell",
+    ]
+
+
+@pytest.mark.timeout(400)
+def test_few_bits_need_no_products_of_bfloat16(tiny_dir: Path) -> None:
+    arguments = str(tiny_dir), "bfloat16", "int4"
+    found, expected = run_on(VNNI, *arguments), here(tiny_dir, "bfloat16", "int4")
+    torch.testing.assert_close(found["hidden"], expected["hidden"], atol=0.05, rtol=0.05)
+    assert found["kernels"] == [
+        "a step is one program",
+        "products: 4 and 8 bits by AVX512-VNNI; attention: compiled for cascadelake",
+    ]
+
+
+@pytest.mark.timeout(400)
+def test_what_names_no_instructions_is_code_for_aarch64_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWOSTROKE_CACHE", str(tmp_path))
+    found = run_on(ANY)
+    # What `compiled.pause` leaves out there, and what LLVM makes of numba's own counting.
+    assert set(found["x86"]) <= {"llvm.x86.sse2.pause", "llvm.x86.atomic.sub.cc.i64"}
+    assert len(found["bytes"]) == 5
+    assert min(found["bytes"]) > 1000
