@@ -279,10 +279,11 @@ class RoutingPolicy:
         """Tokens of work outstanding there, as the module's formula has it."""
         if (it := self._engines.get(engine)) is None:
             return 0
-        crowding, stats = 0.0, it.stats
-        if stats.num_waiting and stats.kv_usage > 0.5:
-            waiting = min(stats.num_waiting, it.num_requests)  # what has ended waits no more
-            crowding = waiting * 6 * (stats.kv_usage - 0.5)
+        stats = it.stats
+        if not stats.num_waiting or stats.kv_usage <= 0.5:
+            return it.prefill_tokens + DECODE_TOKENS * it.num_requests
+        waiting = min(stats.num_waiting, it.num_requests)  # what has ended waits no more
+        crowding = waiting * 6 * (stats.kv_usage - 0.5)
         return it.prefill_tokens + DECODE_TOKENS * (it.num_requests + crowding)
 
     def prefill_tokens(self, engine: int) -> int:

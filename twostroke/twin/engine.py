@@ -71,6 +71,7 @@ class TwinEngine:
         self.clock = clock
         self.next_s = math.inf
         self.is_waiting = True  # for anything at all: no step is in flight
+        self.is_cruising = False  # steps have ended, or may have, that were not taken yet
         self.num_skipped = 0
         self._sink = sink
         self._depth = 2 if core.config.async_scheduling else 1
@@ -118,11 +119,6 @@ class TwinEngine:
         if not self.is_waiting and self.executor.end_of_oldest_s == math.inf:
             self.next_s = min(self.next_s, self.executor.looked_up_s(now))
         return self.is_waiting
-
-    @property
-    def is_cruising(self) -> bool:
-        """Whether steps have ended, or may have, that were not taken yet."""
-        return self._ends is not None
 
     @property
     def has_queue(self) -> bool:
@@ -259,7 +255,7 @@ class TwinEngine:
             if turns < MIN_TURNS:
                 return False
         self._take_outputs()
-        self._ends, self._turns = ends, turns
+        self._ends, self._turns, self.is_cruising = ends, turns, True
         self._end_turn = turns if core.ends_in(turns) else 0
         self._outlook, self._turns_told, self._tokens_told = None, 0, 0
         self._first_tokens = core.first_tokens_due
@@ -297,7 +293,7 @@ class TwinEngine:
         counted. For them that makes no difference, but what the engine says of itself has it.
         """
         assert self._ends is not None
-        ends, self._ends = self._ends, None
+        ends, self._ends, self.is_cruising = self._ends, None, False
         told, self._first_tokens = self._tokens_told, []
         if turns == 0:
             return

@@ -226,9 +226,14 @@ class Roofline:
         maximum: Callable[[T, float], T],
     ) -> T:
         dense, experts, around, head, exchange = kernels
-        device_s = dense + experts + attention + around + head + exchange + self._launch_s
-        busy_s = maximum(device_s / self._software.kernel_share, self._host_s)
-        return busy_s + rows * self._software.row_s + self._software.step_s
+        seconds = dense + experts + attention
+        for kernel_s in (around, head, exchange, self._launch_s):
+            seconds += kernel_s  # in place, where there are many
+        seconds /= self._software.kernel_share
+        seconds = maximum(seconds, self._host_s)
+        seconds += rows * self._software.row_s
+        seconds += self._software.step_s
+        return seconds
 
 
 def _kernel_s(read_s: float, compute_s: float, overlap: float) -> float:
