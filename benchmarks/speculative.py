@@ -1,11 +1,11 @@
 """What n-gram drafts bring where answers repeat their prompts: summaries, quotations, corrections.
 
-    python benchmarks/speculative.py [MODEL] [--pairs 5] [--tokens 5] [--threads 0] [--json]
+    python benchmarks/speculative.py [MODEL] [--quantization auto] [--pairs 5] [--tokens 7] [--json]
 
 Two engines, with and without drafts, answer the same prompts in turn, greedily; a pair of runs is
 made back to back, so that a busy machine slows both, and the median of the pairs' ratios counts.
-CPU time is that of the engine processes, which other processes disturb least. Without MODEL, the
-default one. `--json` prints one JSON object as the last line. `--matches` tells instead how often
+`decode` is the ratio of the time after first tokens, which drafts have no part in. CPU time is that
+of the engine processes, which other processes disturb least. Without MODEL, the default one. `--json` prints one JSON object as the last line. `--matches` tells instead how often
 what followed the last m tokens elsewhere was not what the model said, without drafts.
 """
 
@@ -65,6 +65,7 @@ class Side:
     llm: LLM
     process: psutil.Process
     times_s: list[float] = field(default_factory=list)
+    decode_s: list[float] = field(default_factory=list)  # of these, after first tokens
     cpu_s: list[float] = field(default_factory=list)
     num_tokens: int = 0
 
@@ -77,6 +78,8 @@ class Side:
             results += self.llm.chat(conversations[i : i + batch], params, use_tqdm=False)
         self.times_s.append(time.perf_counter() - start_s)
         self.cpu_s.append(self._cpu_s() - start_cpu_s)
+        of_answers = [result.metrics for result in results]
+        self.decode_s.append(sum(it.latency_s - (it.first_token_s or 0) for it in of_answers))
         answers = [result.outputs[0].token_ids for result in results]
         self.num_tokens = sum(map(len, answers))
         return answers
@@ -109,6 +112,7 @@ def measure(plain: Side, drafting: Side, task: str, options: argparse.Namespace)
     for side in sides:
         side.run(conversations, options.batch, 8)
         side.times_s.clear()
+        side.decode_s.clear()
         side.cpu_s.clear()
     before = drafting.drafts()
     for pair in range(options.pairs):
@@ -121,6 +125,7 @@ def measure(plain: Side, drafting: Side, task: str, options: argparse.Namespace)
         "tokens_per_s": plain.num_tokens / statistics.median(plain.times_s),
         "tokens_per_s_drafts": drafting.num_tokens / statistics.median(drafting.times_s),
         "speed_up": _ratio(plain.times_s, drafting.times_s),
+        "decode_speed_up": _ratio(plain.decode_s, drafting.decode_s),
         "cpu_speed_up": _ratio(plain.cpu_s, drafting.cpu_s),
         "accepted": accepted / verified if verified else 0.0,
         "accepted_per_token": accepted / options.pairs / drafting.num_tokens,
@@ -188,6 +193,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1, help="prompts at once")
     parser.add_argument("--length", type=int, default=160, help="tokens of an answer")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="auto", help="none: all weights in --dtype")
     parser.add_argument("--threads", type=int, default=0, help="of the model; 0: all cores")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--matches", action="store_true", help="how often look-up is right")
@@ -197,6 +203,7 @@ def main() -> None:
         "max_model_len": 1024,
         "max_num_seqs": 8,
         "dtype": options.dtype,
+        "quantization": options.quantization,
         "cpu_threads": options.threads,
     }
     plain = started(lambda: LLM(options.model, **common))
@@ -218,12 +225,13 @@ def main() -> None:
         results = {task: measure(plain, drafting, task, options) for task in TASKS}
         name = plain.llm.engine.model_name
     print(f"{name}, at most {options.tokens} drafts a step, medians of {options.pairs} pairs")
-    titles = ("tok/s", "drafts", "ratio", "CPU ratio", "accepted", "equal")
+    titles = ("tok/s", "drafts", "ratio", "decode", "CPU ratio", "accepted", "equal")
     print(f"{'':12}" + "".join(f"{title:>10}" for title in titles))
     for task, row in results.items():
         print(
             f"{task:12}{row['tokens_per_s']:10.1f}{row['tokens_per_s_drafts']:10.1f}"
-            f"{row['speed_up']:10.2f}{row['cpu_speed_up']:10.2f}{row['accepted']:10.1%}"
+            f"{row['speed_up']:10.2f}{row['decode_speed_up']:10.2f}{row['cpu_speed_up']:10.2f}"
+            f"{row['accepted']:10.1%}"
             f"{row['equal_answers']:6} of {len(TEXTS)}"
         )
     if options.json:
