@@ -148,7 +148,7 @@ def _tile(rows: int) -> str:
             f"%acc{r}_{v} = phi <16 x float> [ zeroinitializer, %sum_chunk ], [ %new{r}_{v}, %sum ]"
             for r, v in cells
         ),
-        *_load_weights(),
+        *_load_weights(rows),
     ]
     for r in range(rows):
         lines += [
@@ -173,7 +173,7 @@ def _tile(rows: int) -> str:
     return "\n".join(lines)
 
 
-def _load_weights() -> list[str]:
+def _load_weights(rows: int) -> list[str]:
     """The pair's 64 x 2 weights, and a word to the memory to bring those further on."""
     lines = [
         "%weight_offset = shl i64 %pair, 8",
@@ -185,4 +185,4 @@ def _load_weights() -> list[str]:
             f"%weight_p{v} = getelementptr i8, ptr %weight_p, i64 {64 * v}",
             f"%weight{v} = load <32 x bfloat>, ptr %weight_p{v}, align 2",
         ]
-    return lines + prefetch_for_step("pair", "weight_p")
+    return lines + prefetch_for_step("pair", "weight_p", rows)
