@@ -5,8 +5,9 @@
 Two engines, with and without drafts, answer the same prompts in turn, greedily; a pair of runs is
 made back to back, so that a busy machine slows both, and the median of the pairs' ratios counts.
 `decode` is the ratio of the time after first tokens, which drafts have no part in. CPU time is that
-of the engine processes, which other processes disturb least. Without MODEL, the default one. `--json` prints one JSON object as the last line. `--matches` tells instead how often
-what followed the last m tokens elsewhere was not what the model said, without drafts.
+of the engine processes, which other processes disturb least. Without MODEL, the default one.
+`--json` prints one JSON object as the last line. `--matches` tells instead how often what followed
+the last m tokens elsewhere was not what the model said, without drafts.
 """
 
 import argparse

@@ -251,7 +251,7 @@ def _bytes_ahead(rows: int) -> int:
 
 
 def prefetch_for_step(step: str, pointer: str, rows: int) -> list[str]:
-    """Where a step of `rows` rows reads the 256 bytes at `pointer`: ask the memory for as many, further on.
+    """Where a step of `rows` rows reads the 256 bytes at `pointer`: ask for as many, further on.
 
     Between many rows and the next block there is time. Each of the block's first _ASKING tiles asks
     for its part of that, a line a step: all at once would take what reads the block itself needs.
