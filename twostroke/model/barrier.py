@@ -22,6 +22,7 @@ from twostroke.model.compiled import (
     pause,
     store_atomically,
 )
+from twostroke.model.openmp import address_in
 
 _SPINS = 2000  # about 25 us
 _SLEEP_US = 20  # with the timer's slack, some 70
@@ -40,11 +41,6 @@ class Barrier:
             # OpenMP may give fewer threads than were asked for.
             self._state[_TEAM_SIZE] = address_in(openmp.omp_get_num_threads)
             self._state[_SLEEP] = address_in(ctypes.CDLL(None).usleep)
-
-
-def address_in(function: Any) -> int:
-    """Address of a function of a loaded library."""
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 @inner

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -130,6 +131,7 @@ def kernel(*, cache: str, nogil: bool = True) -> Callable[[_Function], _Function
 
 
 _KEPT: list[Any] = []  # compiled functions whose address is in use
+_COMPILING = threading.Lock()  # where code is kept is a setting of the whole process
 
 
 def address_of(function: Callable[..., None], signature: Any, *, cache: str) -> int:
@@ -137,9 +139,10 @@ def address_of(function: Callable[..., None], signature: Any, *, cache: str) -> 
 
     `cache` is what `use_kernel_cache` said: by now, another file may have asked for its own.
     """
-    if cache:
-        numba.config.CACHE_DIR = cache
-    compiled = numba.cfunc(signature, nopython=True, cache=bool(cache))(function)
+    with _COMPILING:
+        if cache:
+            numba.config.CACHE_DIR = cache
+        compiled = numba.cfunc(signature, nopython=True, cache=bool(cache))(function)
     _KEPT.append(compiled)
     return int(compiled.address)
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twostroke.model.openmp import load_openmp
+from twostroke.model.openmp import address_in, load_openmp
 
 LEVELS_BYTES = 72  # of a group of 32 values as integers: see `few_rows_quantised`
 
@@ -95,10 +95,10 @@ class Kernels:
         self.norm_levels = compiled.address("norm_levels")
         self.silu_levels = compiled.address("silu_levels")
         self._openmp = load_openmp()
-        self.thread_num = 0
+        self.num_threads = self.thread_num = 0
         if self._openmp is not None:
-            function = ctypes.cast(self._openmp.omp_get_thread_num, ctypes.c_void_p)
-            self.thread_num = function.value or 0
+            self.num_threads = address_in(self._openmp.omp_get_num_threads)
+            self.thread_num = address_in(self._openmp.omp_get_thread_num)
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
     # Not before they are needed: see `int8_rows`.
@@ -123,7 +123,7 @@ class Kernels:
 
     def first(self, rows: int, num_threads: int) -> tuple[int, int, int]:
         """The arguments that all kernels begin with."""
-        return (rows, num_threads, self.thread_num if num_threads > 1 else 0)
+        return (rows, self.num_threads, self.thread_num) if num_threads > 1 else (rows, 0, 0)
 
     def run(self, address: int, rows: int, *arguments: int) -> None:
         """On torch's threads, when there are rows enough to share."""

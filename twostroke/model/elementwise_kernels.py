@@ -234,8 +234,9 @@ def silu_multiply_rows(gate_up: int, out: int, first: int, last: int, width: int
 
 
 # ---------------------------------------------------------------- C functions
-# `void kernel(int64 *arguments)`: rows, threads, address of omp_get_thread_num (0: one thread),
-# then what is unpacked below.
+# `void kernel(int64 *arguments)`: rows, the addresses of omp_get_num_threads and omp_get_thread_num
+# (0: one thread), then what is unpacked below. OpenMP may give fewer threads than it is asked for,
+# by OMP_THREAD_LIMIT or OMP_DYNAMIC for one, so that rows are shared by those that there are.
 
 NUM_ARGUMENTS = 10
 
@@ -243,8 +244,10 @@ NUM_ARGUMENTS = 10
 @inner
 def share_of(a: Any) -> tuple[int, int]:
     """The rows of the calling thread."""
-    thread = call_for_int(a[2]) if a[2] else 0
-    return a[0] * thread // a[1], a[0] * (thread + 1) // a[1]
+    if not a[1]:
+        return 0, a[0]
+    threads, thread = call_for_int(a[1]), call_for_int(a[2])
+    return a[0] * thread // threads, a[0] * (thread + 1) // threads
 
 
 def _add_norm(arguments: Any) -> None:

@@ -5,7 +5,9 @@ milliseconds while the other's work.
 """
 
 import ctypes
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,3 +33,21 @@ def load_openmp() -> ctypes.CDLL | None:
                 parallel.restype = None
                 return library
     return None
+
+
+def address_in(function: Any) -> int:
+    """Address of a function of a loaded library."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def most_threads() -> int:
+    """How many threads OpenMP gives the calling thread at most: OMP_THREAD_LIMIT.
+
+    From now on it gives as many as it is asked for, however busy the machine is (OMP_DYNAMIC): with
+    fewer, oneDNN leaves parts of its products out, and says nothing.
+    """
+    openmp = load_openmp()
+    if openmp is None:
+        return sys.maxsize
+    openmp.omp_set_dynamic(0)
+    return int(openmp.omp_get_thread_limit()) if openmp.omp_get_max_active_levels() else 1

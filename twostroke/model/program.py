@@ -21,7 +21,6 @@ from twostroke.model import barrier as barrier_file
 from twostroke.model import compiled
 from twostroke.model.barrier import (
     Barrier,
-    address_in,
     is_last_to_arrive,
     release,
     turn_of,
@@ -35,7 +34,7 @@ from twostroke.model.compiled import (
     numbers,
     use_kernel_cache,
 )
-from twostroke.model.openmp import load_openmp
+from twostroke.model.openmp import address_in, load_openmp
 
 # Of the arguments, which are: table, how much of it to run, barrier, stamps, clock_gettime.
 _COUNT, _STAMPS = 1, 3

@@ -19,7 +19,6 @@ from numba import types
 
 from twostroke.arrays import Float64s, Int64s
 from twostroke.model import compiled, tile_ir
-from twostroke.model.barrier import address_in
 from twostroke.model.compiled import (
     address_of,
     call_for_int,
@@ -31,6 +30,7 @@ from twostroke.model.compiled import (
     use_kernel_cache,
 )
 from twostroke.model.elementwise_kernels import NUM_ARGUMENTS
+from twostroke.model.openmp import address_in
 
 # A chunk's rows between two products fit into a core's second cache, and as many rows as these
 # share a weight that comes from further away.

@@ -11,6 +11,7 @@ import torch
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
 from twostroke.model import few_rows_quantised
+from twostroke.model.openmp import most_threads
 from twostroke.shape import ModelShape
 from twostroke.worker.pool import Fact
 
@@ -48,7 +49,7 @@ def choose_device(config: EngineConfig, rank: int = 0) -> tuple[torch.device, Fa
             f"--cpu-threads is {total}; this machine has {most} logical cores",
             hint="leave it out to use all that are given to us",
         )
-    threads = max(1, total // num_ranks)
+    threads = max(1, min(total // num_ranks, most_threads()))
     torch.set_num_threads(threads)
     reason = "no GPU" if config.device == "auto" else "--device"
     if config.cpu_threads:
@@ -57,6 +58,8 @@ def choose_device(config: EngineConfig, rank: int = 0) -> tuple[torch.device, Fa
         reason += f", {cores} cores among {engines} engines"
     else:
         reason += f", all {total} cores given to us"
+    if threads < total // num_ranks:
+        reason += f"; OpenMP gives {threads}: see OMP_THREAD_LIMIT"
     name = f"cpu, {threads} threads" + (f" on each of {num_ranks} ranks" if num_ranks > 1 else "")
     return torch.device("cpu"), ("Device", name, reason)
 

@@ -134,8 +134,8 @@ class StepCalls:
         )
 
     def add(self, kind: str, address: int, *words: int | Place) -> None:
-        """One of the small kernels, whose first arguments are rows, threads and thread."""
-        self._calls.append(Call(kind, address, 0, [0, 1, 0, *words]))
+        """One of the small kernels, whose first arguments are rows, and how to know a share."""
+        self._calls.append(Call(kind, address, 0, [0, 0, 0, *words]))
 
     def multiply(self, kind: str, kernel: Product, x: Place, y: Place, result: int) -> None:
         row = np.zeros(tile_ir.NUM_ARGUMENTS, np.int64)

@@ -59,7 +59,7 @@ def test_a_stage_is_told_its_rows_and_its_thread(threads: int) -> None:
         return Stage(
             kernel.add_norm,
             0,
-            [0, 1, 0, h.data_ptr(), *words[:2], y.data_ptr(), *words[3:]],
+            [0, 0, 0, h.data_ptr(), *words[:2], y.data_ptr(), *words[3:]],
             [0, 0, 0, 4 * WIDTH, 0, 0, row_bytes],
             [0, 0, 0, 0, 0, 0, thread_bytes],
         )
