@@ -16,24 +16,25 @@ from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS
 from twostroke.worker.draft_rows import BEFORE, draft_rows, weigh_rows
 from twostroke.worker.inputs import SeatTable, StepInputs
 
-# Times of steps of several rows, in that of a step of one: SmolLM2, by what a row more adds in
-# bfloat16, and in few bits, which take more arithmetic. For more than MAX_QUANTISED_ROWS rows such
-# a model's weights are read in bfloat16. These are constants: a rule that followed the clock would
-# cut a request in other ways when it comes again, and so change a token of a near tie. They need
-# not be exact, for how many guesses are best changes slowly with them.
-ROW_COST = 0.05
-FEW_BITS_COSTS = 1.0, 1.03, 1.17, 1.3, 1.55, 1.75, 1.97, 2.2  # of 1 to MAX_QUANTISED_ROWS rows
-WHOLE_COST, WHOLE_ROW_COST = 2.4, 0.16  # of more rows, and what each of them adds
+# Times of steps of 1, 2, ... rows in that of one: SmolLM2 with two threads, in bfloat16 and in few
+# bits, which take more arithmetic. For more rows than MAX_QUANTISED_ROWS such a model's weights are
+# read in bfloat16. These are constants: a rule that followed the clock would cut a request in other ways
+# when it comes again, and so change a token of a near tie. They need not be exact, for how many
+# guesses are best changes slowly with them.
+WHOLE_COSTS = 1.0, 1.02, 1.04, 1.07, 1.13, 1.18, 1.35, 1.39
+FEW_BITS_COSTS = 1.0, 1.01, 1.07, 1.21, 1.38, 1.57, 1.79, 2.03
+WHOLE_ROW_COST = 0.08  # what each row beyond adds
+WHOLE_IN_FEW_BITS = 2.5  # a row in bfloat16, in the time of one in few bits
 
 
 def step_costs(most: int, *, few_bits: bool) -> Float64s:
     """[r]: what a step of r rows takes, 1 to `most`, in the time of one row."""
-    rows = np.arange(most + 1, dtype=np.float64)
-    if not few_bits:
-        costs: Float64s = 1 + ROW_COST * (rows - 1)
-        return costs
-    costs = WHOLE_COST + WHOLE_ROW_COST * rows
-    costs[1 : MAX_QUANTISED_ROWS + 1] = FEW_BITS_COSTS[:most]
+    rows = np.arange(most + 1)
+    costs: Float64s = WHOLE_COSTS[-1] + WHOLE_ROW_COST * (rows - len(WHOLE_COSTS))
+    costs[1 : len(WHOLE_COSTS) + 1] = WHOLE_COSTS[:most]
+    if few_bits:
+        costs *= WHOLE_IN_FEW_BITS
+        costs[1 : MAX_QUANTISED_ROWS + 1] = FEW_BITS_COSTS[:most]
     return costs
 
 
