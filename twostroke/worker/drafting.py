@@ -29,7 +29,7 @@ WHOLE_IN_FEW_BITS = 2.5  # a row in bfloat16, in the time of one in few bits
 
 def step_costs(most: int, *, few_bits: bool) -> Float64s:
     """[r]: what a step of r rows takes, 1 to `most`, in the time of one row."""
-    rows = np.arange(most + 1)
+    rows = np.arange(most + 1, dtype=np.float64)
     costs: Float64s = WHOLE_COSTS[-1] + WHOLE_ROW_COST * (rows - len(WHOLE_COSTS))
     costs[1 : len(WHOLE_COSTS) + 1] = WHOLE_COSTS[:most]
     if few_bits:
