@@ -1,7 +1,8 @@
 """A decoder's small operations on tensors: residual sum and norm, rotation, SiLU.
 
 `Elementwise` is what the model calls: compiled kernels for bfloat16 on a CPU, torch elsewhere.
-Roundings to the model's type are in the same places, so the two agree but for the order of sums.
+Roundings to the model's type are in the same places, so the two agree but for the order of sums;
+only SiLU(gate) is not rounded by itself before it is multiplied.
 """
 
 import ctypes

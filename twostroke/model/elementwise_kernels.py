@@ -1,7 +1,8 @@
 """What lies between a decoder's matrix products, compiled: residual sum and norm, rotation, SiLU.
 
 torch needs three to six passes over the data and as many calls for each of these, some 40 us a
-layer; here each is one pass. Rows are tokens. Roundings to bfloat16 are where torch has them.
+layer; here each is one pass. Rows are tokens. Roundings to bfloat16 are where torch has them, but
+for one in SiLU.
 
 A kernel handles the rows [first, last), so that threads can share a step. A row's result does not
 depend on the others.
@@ -15,7 +16,7 @@ import numba
 import numpy as np
 from numba import types
 
-from twostroke.model import compiled
+from twostroke.model import compiled, vectors
 from twostroke.model.compiled import (
     address_of,
     bits_of,
@@ -25,6 +26,7 @@ from twostroke.model.compiled import (
     fma,
     from_bf16,
     halves,
+    in_llvm,
     inner,
     int8s,
     largest_bits,
@@ -32,6 +34,7 @@ from twostroke.model.compiled import (
     use_kernel_cache,
     words,
 )
+from twostroke.model.vectors import LANES, Vectors
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -216,21 +219,55 @@ def rotate_rows(
 
 
 @inner
-def silu(gate: Any) -> Any:
-    """Of a bfloat16, rounded to bfloat16; as float32."""
-    g = from_bf16(gate)
-    return from_bf16(to_bf16(g / (_ONE + exp(-g))))
+def copy_halves(source: int, target: int, count: int) -> None:
+    values, copies = halves(source, count), halves(target, count)
+    for i in range(count):
+        copies[i] = values[i]
+
+
+@inner
+def copy_floats(source: int, target: int, count: int) -> None:
+    values, copies = floats(source, count), floats(target, count)
+    for i in range(count):
+        copies[i] = values[i]
+
+
+@in_llvm
+def _silu_multiply_vector(_context: Any, gate: types.Type, up: types.Type, out: types.Type) -> Any:
+    """LANES of `silu_multiply_rows`."""
+
+    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        v, (gate, up, out) = Vectors(builder), values
+        v.store_halves(builder.fmul(v.silu(v.load_halves(gate)), v.load_halves(up)), out)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
+@inner
+def _silu_multiply_rest(scratch: Any, gate: int, up: int, out: int, count: int) -> None:
+    """Fewer than LANES values, by way of `scratch`, which has room for three vectors."""
+    here = scratch.ctypes.data
+    copy_halves(gate, here, count)
+    copy_halves(up, here + LANES * 2, count)
+    _silu_multiply_vector(here, here + LANES * 2, here + LANES * 4)
+    copy_halves(here + LANES * 4, out, count)
 
 
 @inner
 def silu_multiply_rows(gate_up: int, out: int, first: int, last: int, width: int) -> None:
-    """out = SiLU(gate) * up; gate_up is bfloat16 [rows, 2 * width], out [rows, width]."""
+    """out = SiLU(gate) * up; gate_up is bfloat16 [rows, 2 * width], out [rows, width].
+
+    torch rounds SiLU(gate) to bfloat16 too; here only the product is.
+    """
+    scratch, whole = np.zeros(3 * LANES, np.uint16), width // LANES * LANES
     for row in range(first, last):
-        gate = halves(gate_up + row * width * 4, width)
-        up = halves(gate_up + row * width * 4 + width * 2, width)
-        target = halves(out + row * width * 2, width)
-        for i in range(width):
-            target[i] = to_bf16(silu(gate[i]) * from_bf16(up[i]))
+        gate, target = gate_up + row * width * 4, out + row * width * 2
+        up = gate + width * 2
+        for i in range(0, whole, LANES):
+            _silu_multiply_vector(gate + i * 2, up + i * 2, target + i * 2)
+        start = whole * 2
+        _silu_multiply_rest(scratch, gate + start, up + start, target + start, width - whole)
 
 
 # ---------------------------------------------------------------- C functions
@@ -301,7 +338,7 @@ _FUNCTIONS = {
     "norm_levels": _norm_levels,
     "silu_levels": _silu_levels,
 }
-_CACHE = use_kernel_cache(__file__, compiled.__file__)
+_CACHE = use_kernel_cache(__file__, compiled.__file__, vectors.__file__)
 
 
 @functools.cache

@@ -53,11 +53,17 @@ def test_rotate(head_dim: int, normed: bool) -> None:
     assert torch.equal(ours[:, 5:], qkv[:, 5:])
 
 
-def test_silu_multiply_to_the_last_bit() -> None:
-    gate_up = (random(9, 2 * 1536) * 4).bfloat16()
+@pytest.mark.parametrize("width", [64, 72, 1536])
+def test_silu_multiply_is_nearer_than_torch(width: int) -> None:
+    gate_up = (random(9, 2 * width) * 4).bfloat16()
     gate_up[0, :4] = torch.tensor([200.0, -200.0, 0.0, float("nan")])
+    gate, up = gate_up.double().chunk(2, -1)
+    exact = torch.nn.functional.silu(gate) * up
     ours, theirs = CompiledElementwise().silu_multiply(gate_up), TORCH.silu_multiply(gate_up)
-    torch.testing.assert_close(ours, theirs, atol=1e-30, rtol=0.0, equal_nan=True)
+    # Half a step of bfloat16, and what the inverse and the power are off.
+    torch.testing.assert_close(ours.double(), exact, atol=1e-30, rtol=2**-8 + 2e-4, equal_nan=True)
+    errors = [((y - exact) / exact)[1:].abs().mean() for y in (ours, theirs)]
+    assert errors[0] < 0.9 * errors[1]
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
