@@ -7,10 +7,10 @@ division of what need not be exact. Addresses are int64; nothing need be aligned
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba.core import cgutils
 
-from twostroke.model.compiled import HAS_BF16, BFloatType
+from twostroke.model.compiled import HAS_BF16, BFloatType, has
 
 LANES = 16
 Value: TypeAlias = Any  # of llvmlite, which has no types
@@ -18,7 +18,7 @@ Value: TypeAlias = Any  # of llvmlite, which has no types
 _I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 _FLOATS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _HALVES = ir.VectorType(_I16, LANES)
-_HAS_AVX512 = bool(binding.get_host_cpu_features().get("avx512f", False))
+_HAS_AVX512 = has("avx512f")
 _LOG2_E = 1.4426950408889634
 # 2**x on [-0.5, 0.5], lowest power first, with 2**0 exactly 1: within 1.0e-04, where a bfloat16 has
 # 2e-03.
