@@ -3,9 +3,9 @@
 What a weight of few bits saves is the way from memory, so the arithmetic must keep up with that:
 per 64 bytes of the weight 4 instructions for a row (4 bits) or 2 (8 bits). Numbers of 4 bits become
 bytes by a mask, and are multiplied as bytes (vpdpbusd: 64 products with x, added by fours). For
-that x is rounded to integers too, group by group, of 15 bits in two levels of 8:
+that x is rounded to integers too, group by group, of 16 bits in two levels of 8:
 
-    x[i] = scale_x[g] * (128 * high[i] + low[i])      exact to 1 / 32,512 of the group's largest
+    x[i] = scale_x[g] * (256 * high[i] + low[i])      exact to 1 / 65,278 of the group's largest
 
 bfloat16, which x is elsewhere, has 8 bits; so nothing is lost that was there. Sums over a group are
 exact integers; the dequantised weight in bfloat16 is rounded, this one is not.
