@@ -135,12 +135,15 @@ def test_the_default_model_over_three_ranks_and_one(smollm2_path: Path):
 @pytest.mark.skipif(not HAS_DOTS, reason="the processor has no AVX512-BF16")
 @pytest.mark.parametrize(("theirs", "ours"), [((1, 16), (1, 16)), ((2, 16), (1, 8))])
 def test_kv_in_int8(theirs: tuple, ours: tuple, tiny_dir: Path):
-    """With its scales, so the tokens are those of one engine with the same kind of KV."""
+    """With its scales, so the tokens are those of one engine with the same kind of KV.
+
+    In bfloat16 two ranks add up otherwise than one, so no answer here has a near tie.
+    """
     kind = {"dtype": "bfloat16", "kv_cache_dtype": "int8"}
     one = Engine(small_config(**kind), tiny_dir)
     prefill, decode = (Engine(settings(*which, **kind), tiny_dir) for which in (theirs, ours))
     for handle, stream in ((0, False), (1, True)):
-        prompt = [*range(10 + handle), *PROMPT]
+        prompt = [*range(5 + handle), *PROMPT]
         expected = one.generate(handle, prompt, 9)
         assert hand_over(prefill, decode, handle, prompt, 9, stream=stream) == expected
         assert decode.received[handle].num_bytes > 0
