@@ -8,8 +8,7 @@
 
 A request that is handed over has two legs, and both are ours: the first terminal failure of one
 ends the other. Whatever way a request leaves, every ticket that P gave out is released exactly once
-(unless P is gone), and until then its lease is renewed. A hand-off has one deadline; what engines
-are given is derived from what is left of it.
+(unless P is gone), its lease renewed till then. Engines get what is left of a hand-off's deadline.
 """
 
 from collections import deque
