@@ -115,9 +115,9 @@ class EngineState:
         return request
 
     def tables_at(self, slots: Int64s) -> list[BlockTable]:
-        """The block tables of those in these seats."""
+        """The block tables of those in these seats, none of them vacant."""
         requests = self.seats.request_of
-        return [it.table for slot in slots.tolist() if (it := requests[slot]) is not None]
+        return [requests[slot].table for slot in slots.tolist()]
 
     # ------------------------------------------------------------ coming and going
 

@@ -266,8 +266,9 @@ def silu_multiply_rows(gate_up: int, out: int, first: int, last: int, width: int
         up = gate + width * 2
         for i in range(0, whole, LANES):
             _silu_multiply_vector(gate + i * 2, up + i * 2, target + i * 2)
-        start = whole * 2
-        _silu_multiply_rest(scratch, gate + start, up + start, target + start, width - whole)
+        if whole < width:
+            rest = whole * 2
+            _silu_multiply_rest(scratch, gate + rest, up + rest, target + rest, width - whole)
 
 
 # ---------------------------------------------------------------- C functions
