@@ -20,6 +20,8 @@ AVX2 = "haswell", ("avx2", "fma"), ""
 VNNI_FEATURES = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
 VNNI = "cascadelake", VNNI_FEATURES, ",".join(f"+{name}" for name in VNNI_FEATURES)
 ANY = "generic", (), ""
+AMX_FEATURES = (*VNNI_FEATURES, "avx512bf16", "amx-tile", "amx-bf16")
+AMX = "znver4", (*VNNI_FEATURES, "avx512bf16"), ",".join(f"+{name}" for name in AMX_FEATURES)
 
 
 def run_on(processor: tuple[str, tuple[str, ...], str], *arguments: str) -> dict[str, Any]:
@@ -66,6 +68,26 @@ def test_few_bits_need_no_products_of_bfloat16(tiny_dir: Path) -> None:
         "a step is one program",
         "products: 4 and 8 bits by AVX512-VNNI; attention: compiled for cascadelake",
     ]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("quantization", "products"),
+    [
+        ("none", "bfloat16 by AVX512-BF16 up to 16 rows, then by AMX"),
+        ("int8", "4 and 8 bits by AVX512-VNNI"),
+    ],
+)
+def test_beside_amx_few_rows_alone_are_ours(
+    tiny_dir: Path, quantization: str, products: str
+) -> None:
+    """Which this processor need not have: our kernels have no AMX in them, and here oneDNN takes
+    other instructions, with the same sums."""
+    found = run_on(AMX, str(tiny_dir), "bfloat16", quantization)
+    expected = here(tiny_dir, "bfloat16", quantization)
+    assert (found["tokens"], found["hidden"]) == (expected["tokens"], expected["hidden"])
+    assert found["kernels"][0] == "a step is one program"
+    assert found["kernels"][1].split(";")[0] == f"products: {products}"
 
 
 @pytest.mark.timeout(400)

@@ -12,8 +12,9 @@ so a block is read from start to end, once for up to MAX_TILE_ROWS rows:
 
 The sums are in oneDNN's order, inputs in chunks, so a row's result is the same to the last bit
 whether this kernel or, beside many other rows, oneDNN computed it. With many rows it is as fast as
-oneDNN's, so a step that is one program (`worker.many_rows`) multiplies any number of them. Needs
-AVX512-BF16; the layout is not documented, so nothing is used before it has been tried.
+oneDNN's, so a step that is one program (`worker.many_rows`) multiplies any number of them, unless
+oneDNN has AMX (`most_rows`). Needs AVX512-BF16; the layout is not documented, so nothing is used
+before it has been tried.
 """
 
 import functools
@@ -41,6 +42,10 @@ from twostroke.model.tile_ir import (
 )
 
 MAX_ROWS = 64  # above, threads had better share rows than the weight; and oneDNN is as fast
+# With AMX oneDNN multiplies several times as fast as this kernel can: 1.2 TFLOP/s a core of
+# Sapphire Rapids in place of some 0.2. Up to about here the kernel does so no slower than 28 GB/s
+# bring the weight to two cores: a row takes one operation a byte. Reckoned, not measured.
+_MAX_ROWS_BESIDE_AMX = 16
 _CHUNKS = (1024, 512)  # inputs that oneDNN has been seen to sum up before adding them to the rest
 
 
@@ -76,6 +81,14 @@ def few_rows(packed: Tensor, bias: Tensor | None) -> FewRows | None:
     if chunk is None or torch.ops.mkldnn._nbytes(packed) != out * width * 2:
         return None
     return FewRows(packed, bias, chunk)
+
+
+@functools.cache
+def most_rows() -> int | None:
+    """Rows up to which the kernel is to be taken for oneDNN's; None where it is for any number."""
+    from twostroke.model.compiled import has  # here, because numba is there where a kernel is
+
+    return _MAX_ROWS_BESIDE_AMX if has("amx-bf16") else None
 
 
 def _onednn(x: Tensor, packed: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twostroke.model.elementwise import Elementwise
-from twostroke.model.few_rows import MAX_ROWS, FewRows, few_rows
+from twostroke.model.few_rows import MAX_ROWS, FewRows, few_rows, most_rows
 from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS, QuantisedRows
 from twostroke.model.int8_rows import Int8Rows
 from twostroke.model.quantised import QuantisedWeight
@@ -85,7 +85,7 @@ class Linear:
             assert self.quantised is not None
             return self.quantised(x.contiguous())
         assert self._weight is not None
-        if self.few_rows is not None and x.shape[0] <= MAX_ROWS and x.stride(-1) == 1:
+        if self.few_rows is not None and x.stride(-1) == 1 and len(x) <= (most_rows() or MAX_ROWS):
             return self.few_rows(x)
         if self._packed:
             return _packed_linear(x, self._weight, self._bias)

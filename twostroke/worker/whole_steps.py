@@ -21,7 +21,7 @@ from torch import Tensor
 
 from twostroke.arrays import Int32s, Int64s
 from twostroke.model.elementwise import kernels
-from twostroke.model.few_rows import MAX_ROWS
+from twostroke.model.few_rows import MAX_ROWS, most_rows
 from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS
 from twostroke.model.layers import Mlp
 from twostroke.model.llama import DecoderModel
@@ -59,10 +59,13 @@ def whole_steps(model: DecoderModel, attention: PagedAttention) -> "WholeSteps |
     few_bits = any(linear.quantised is not None for linear in linears)
     if not whole and any(linear.quantised is None for linear in linears):
         return None
-    programs = [(MAX_ROWS, not whole)]
+    # Weights in int8 and in few bits alone have no form that oneDNN could multiply.
+    in_bfloat16 = whole and all(linear.int8 is None for linear in linears)
+    most = most_rows() if in_bfloat16 else None
+    programs = [(most or MAX_ROWS, not whole)]
     if few_bits or model.lm_head.quantised is not None:
         programs.insert(0, (MAX_QUANTISED_ROWS, few_bits))
-    return WholeSteps(model, attention, programs)
+    return WholeSteps(model, attention, programs, any_number=whole and most is None)
 
 
 def kernels_fact(
@@ -75,6 +78,8 @@ def kernels_fact(
         "bfloat16 by AVX512-BF16": any(it.few_rows for it in linears),
     }
     own = [name for name, is_used in products.items() if is_used]
+    if any(it.few_rows for it in linears) and (most := most_rows()) is not None:
+        own[-1] += f" up to {most} rows, then by AMX"
     how = "layer by layer" if steps is None else "a step is one program"
     return "Kernels", how, f"products: {', '.join(own) or 'torch'}; attention: {attention.kind}"
 
@@ -102,10 +107,15 @@ class WholeSteps:
     """Runs steps of at most `max_tokens` tokens, which may be any number. See `whole_steps`."""
 
     def __init__(
-        self, model: DecoderModel, attention: "NumbaAttention", programs: list[tuple[int, bool]]
+        self,
+        model: DecoderModel,
+        attention: "NumbaAttention",
+        programs: list[tuple[int, bool]],
+        *,
+        any_number: bool,
     ) -> None:
         """`programs`: for up to how many tokens, and whether with weights of few bits; the first
-        that is large enough runs. Where the last has none of few bits, larger steps run too."""
+        that is large enough runs. With `any_number` larger steps run too."""
         kernel = kernels()
         assert kernel is not None
         # Where there is one, each step adds to it.
@@ -118,7 +128,7 @@ class WholeSteps:
             for most, few_bits in programs
         ]
         self._many: ManyRowsProgram | None = None
-        self.max_tokens = MAX_ROWS if programs[-1][1] else sys.maxsize
+        self.max_tokens = sys.maxsize if any_number else programs[-1][0]
         self._trials = ThreadCounts(_TRIED_TOKENS)
         self._know_rotations(1)
 
