@@ -68,6 +68,8 @@ def serve(launch: WorkerLaunch, plans: ShmReader, results: ShmWriter) -> int:
         gc.enable()
         decoder = decoder_for(StepPlan)
         while True:
+            while not plans.ready() and runner.prepare():
+                pass
             result = runner.run(decoder.decode(plans.get()))
             if reports:
                 results.put(encode(result))

@@ -91,6 +91,7 @@ class Runner(Protocol):
     def endpoint(self) -> KvEndpoint | None: ...
     def run(self, plan: StepPlan) -> StepResult: ...
     def read(self, loads: list[KvLoad]) -> None: ...
+    def prepare(self) -> bool: ...
     def shutdown(self) -> None: ...
 
 
@@ -147,12 +148,17 @@ class ThreadExecutor:
 
     def _serve(self, runner: Runner) -> None:
         try:
-            while (plan := self._plans.get()) is not None:
+            while (plan := self._next_plan(runner)) is not None:
                 self._results.put(runner.run(plan))
         except BaseException as error:
             self._results.put(error)
         finally:
             runner.shutdown()
+
+    def _next_plan(self, runner: Runner) -> StepPlan | None:
+        while self._plans.empty() and runner.prepare():
+            pass
+        return self._plans.get()
 
     def check_alive(self) -> None:
         """Nothing to find out: what fails, `collect` tells."""

@@ -81,6 +81,7 @@ class SeatTable:
     ) -> None:
         self.block_size = block_size
         self.num_pool_blocks = num_blocks
+        self.highest_block = 0  # of those that were ever given to a seat
         self.token_ids = np.empty((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
@@ -263,8 +264,12 @@ class SeatTable:
             raise PlanError(f"{name} {seats.tolist()}: a seat is named twice")
 
     def _check_blocks(self, name: str, blocks: Int32s) -> None:
-        if len(blocks) and (blocks.min() < 0 or blocks.max() >= self.num_pool_blocks):
+        if not len(blocks):
+            return
+        highest = int(blocks.max())
+        if blocks.min() < 0 or highest >= self.num_pool_blocks:
             raise PlanError(f"{name}: block ids {blocks.tolist()} outside {self.num_pool_blocks}")
+        self.highest_block = max(self.highest_block, highest)
 
 
 def warm_up_rows() -> None:

@@ -65,6 +65,7 @@ from twostroke.worker.inputs import (
     warm_up_rows,
 )
 from twostroke.worker.logprobs import token_logprobs
+from twostroke.worker.pages import PagesAhead
 from twostroke.worker.pool import Fact
 from twostroke.worker.sampler import Sampled, Sampler
 from twostroke.worker.whole_steps import StepOutput, kernels_fact, whole_steps
@@ -128,6 +129,7 @@ class ModelRunner:
         self.facts += pool.parallel_facts(shape, self.model.shard)
 
         self.kv_pool, self.connector = self._allocate_pool(config, checkpoint, layout, engine_id)
+        self._pages = PagesAhead(self.kv_pool)
         num_heads = self.model.shard.num_heads
         self.attention = make_attention(self.kv_pool, num_heads, shape.head_dim**-0.5)
         self.whole_steps = whole_steps(self.model, self.attention)
@@ -248,10 +250,7 @@ class ModelRunner:
         return ModelDrafter(draft, draft_pool, self.seats)
 
     def _memory(self, config: EngineConfig, free_bytes: int, activation_bytes: int) -> pool.Memory:
-        """What is left for the KV pool, on the rank with the least.
-
-        On a CPU `free_bytes` were free before the weights came.
-        """
+        """Room for the KV pool, on the rank with the least; `free_bytes`: before weights came."""
         utilization = config.gpu_memory_utilization
         if self.device.type == "cpu":
             utilization /= len(config.local_roles)  # the engines share the host's memory
@@ -281,6 +280,10 @@ class ModelRunner:
         assert self.connector is not None, "nothing is read where nothing is handed over"
         self.connector.apply(KvCommands(loads=loads))
 
+    def prepare(self) -> bool:
+        """A few ms of what a step to come would have to do; False: nothing is left to do."""
+        return self._pages.fetch(self.seats.highest_block)
+
     def shutdown(self) -> None:
         """End what runs beside the steps. Idempotent."""
         if self.connector is not None:
@@ -294,14 +297,14 @@ class ModelRunner:
         self.seats.apply(plan)
         if self.group.rank == 0:
             self.sampler.vacate(plan.freed_slots)
-        if self._num_prompt_logprobs:
-            for seat in plan.freed_slots.tolist():
-                self._want_prompt_logprobs(seat, -1)
+        for seat in plan.freed_slots.tolist() if self._num_prompt_logprobs else ():
+            self._want_prompt_logprobs(seat, -1)
         for new in plan.new:
             if self.group.rank == 0:
                 self.sampler.seat(new)
             # A request that comes back with outputs has had its prompt's log-probs reported.
-            wanted = new.params.prompt_logprobs if self._in_prompt(new.slot) else None
+            has_outputs = len(new.token_ids) > new.num_prompt_tokens
+            wanted = None if has_outputs else new.params.prompt_logprobs
             self._want_prompt_logprobs(new.slot, -1 if wanted is None else wanted)
         result = StepResult(
             step=plan.step, num_sampled=np.zeros(len(plan.slots), np.int32), token_ids=NO_TOKENS
@@ -320,9 +323,6 @@ class ModelRunner:
         if is_idle:  # only transfers are under way: their end is all that there is to do
             connector.wait(IDLE_WAIT_S)
         return connector.report()
-
-    def _in_prompt(self, seat: int) -> bool:
-        return bool(self.seats.num_tokens[seat] == self.seats.num_prompt_tokens[seat])
 
     def _want_prompt_logprobs(self, seat: int, num_top: int) -> None:
         self._num_prompt_logprobs += (num_top >= 0) - int(self._prompt_logprobs[seat] >= 0)

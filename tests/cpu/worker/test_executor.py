@@ -54,6 +54,9 @@ class CountingRunner:
     def read(self, loads: list[KvLoad]) -> None:
         raise AssertionError("nothing is handed over")
 
+    def prepare(self) -> bool:
+        return False
+
     def shutdown(self) -> None:
         pass
 
