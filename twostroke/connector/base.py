@@ -302,7 +302,8 @@ class Peer(Protocol):
         ...
 
     def lease(self, slot: int) -> bytes:
-        """Its lease word, as it is now, after all that was read before. Raises TransferError."""
+        """Its lease word, as it is now; the caller has had a `fence` since it read the data that
+        this is to vouch for. Raises TransferError."""
         ...
 
     def close(self) -> None:

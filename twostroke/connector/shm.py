@@ -195,7 +195,6 @@ class ShmPeer:
         leases = self._leases
         if not 0 <= slot < len(leases):
             raise TransferError(f"lease slot {slot} of {len(leases)}")
-        # The loads of `_copy` come first: it took the GIL back, and locks order memory accesses.
         word: bytes = leases[slot].tobytes()
         return word
 

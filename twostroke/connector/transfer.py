@@ -81,7 +81,10 @@ class TransferWorker:
         rank: int = 0,
         clock: Clock | None = None,
     ) -> None:
+        from twostroke.connector.memory_order import fence  # here, because numba is there
+
         self.transport, self.memory, self.layout, self.rank = transport, memory, layout, rank
+        self.fence = fence
         self.clock = clock or WallClock()
         self.lock = threading.Lock()  # of all that follows, and of the remotes' queues
         self.changed = threading.Condition(self.lock)
@@ -105,6 +108,7 @@ class TransferWorker:
     def apply(self, commands: KvCommands) -> None:
         for slot, word in commands.leases:
             self.memory.leases[slot] = np.frombuffer(word or _NO_LEASE, np.uint8)
+        self.fence()  # whoever sees what this step writes into the blocks must see these words
         with self.lock:
             for load in commands.loads:
                 self._add(load)
@@ -387,6 +391,7 @@ class _Remote:
                 end.num_bytes += int(batch[:, 2].sum())
         self._num_troubles = 0
         end.reads.append((began_s, worker.clock.now(), end.num_bytes - num_bytes))
+        worker.fence()  # only now the words
         if all(peers[at].lease(ticket.lease_slot) == ticket.transfer_id for at in reads):
             return ""
         return LEASE_ENDED

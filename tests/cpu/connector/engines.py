@@ -143,9 +143,11 @@ class Engine:
         return self.tokens[handle]
 
     def close(self) -> None:
-        turn_until(self.core.is_empty, self)
-        self.core.check_integrity()
-        self.executor.shutdown()
+        try:
+            turn_until(self.core.is_empty, self)
+            self.core.check_integrity()
+        finally:
+            self.executor.shutdown()
 
 
 def turn_until(done: Callable[[], bool], *engines: Engine) -> None:

@@ -88,11 +88,10 @@ class Reader:
 def reading(tls: str) -> Iterator[Reader]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", tls)
-        owner = Owner()
-        reader = Reader(owner)
-        yield reader
-        reader.transport.close()
-        owner.close()
+        with contextlib.closing(Owner()) as owner:
+            reader = Reader(owner)
+            with contextlib.closing(reader.transport):
+                yield reader
 
 
 @pytest.fixture(scope="module", params=WIRES)
@@ -163,10 +162,13 @@ def test_pieces_outside_of_either_memory_are_refused(reader: Reader):
     peer.close()
 
 
-def test_a_load_of_more_pieces_than_a_read_takes(reader: Reader, monkeypatch: pytest.MonkeyPatch):
+def test_a_load_of_more_pieces_than_a_read_takes(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
     monkeypatch.setattr(NixlTransport, "max_pieces", 64)
     memory, pool = shared_memory(LAYOUT)
     worker = TransferWorker(NixlTransport(), memory, LAYOUT, engine_id="worker")
+    request.addfinalizer(worker.shutdown)
     os.close(memory.fd)
     ids = np.random.default_rng(1).permutation(np.arange(1, LAYOUT.num_blocks, dtype=np.int32))
     ticket = KvTicket(
@@ -189,7 +191,6 @@ def test_a_load_of_more_pieces_than_a_read_takes(reader: Reader, monkeypatch: py
     size = len(pool) // LAYOUT.num_blocks
     theirs = content(len(pool)).reshape(-1, size)[ticket.block_ids]
     assert (pool.reshape(-1, size)[load.block_ids] == theirs).all()
-    worker.shutdown()
 
 
 @pytest.mark.parametrize("wire", WIRES)

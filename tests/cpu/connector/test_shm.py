@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -104,12 +104,28 @@ class Reader:
         return every
 
 
+def kv_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kv-")}
+
+
 @pytest.fixture
-def reader() -> Iterator[Reader]:
-    reader = Reader()
-    yield reader
-    reader.worker.shutdown()
-    assert not any(thread.name.startswith("kv-") for thread in threading.enumerate())
+def new_reader() -> Iterator[Callable[[], Reader]]:
+    """Makes readers; ends their threads also where the test fails, lest others find them."""
+    before, readers = kv_threads(), []
+
+    def new() -> Reader:
+        readers.append(Reader())
+        return readers[-1]
+
+    yield new
+    for reader in readers:
+        reader.worker.shutdown()
+    assert kv_threads() <= before
+
+
+@pytest.fixture
+def reader(new_reader: Callable[[], Reader]) -> Reader:
+    return new_reader()
 
 
 def test_blocks_of_another_process(owner: Owner, reader: Reader):
@@ -123,21 +139,21 @@ def test_blocks_of_another_process(owner: Owner, reader: Reader):
 
 
 def test_what_is_mapped_can_be_read_when_its_owner_is_stopped_or_dead(
-    owner: Owner, reader: Reader, monkeypatch: pytest.MonkeyPatch
+    owner: Owner,
+    reader: Reader,
+    new_reader: Callable[[], Reader],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """A prompt that was computed is not lost with who computed it."""
     assert not reader.read(owner.endpoint).loads[0].error
     owner.process.send_signal(signal.SIGSTOP)
     assert not reader.read(owner.endpoint).loads[0].error
     monkeypatch.setattr(shm, "HANDSHAKE_TIMEOUT_S", 0.2)
-    newcomer = Reader()
-    assert newcomer.read(owner.endpoint).loads[0].error == "no answer within 0.2 s"
+    assert new_reader().read(owner.endpoint).loads[0].error == "no answer within 0.2 s"
     owner.close()
     assert not reader.read(owner.endpoint).loads[0].error
-    newcomer.worker.shutdown()
-    late = Reader()
+    late = new_reader()
     assert late.read(owner.endpoint).loads[0].error == "it cannot be reached: Connection refused"
-    late.worker.shutdown()
 
 
 def test_killed_during_reads(owner: Owner, reader: Reader):

@@ -102,6 +102,7 @@ def test_what_loading_raises_reaches_the_caller():
 
 
 def test_where_kv_is_handed_over_the_executor_says_where_it_can_be_read(tiny_dir: Path):
+    before = set(threading.enumerate())
     executor = ThreadExecutor(small_config(prefill=1, decode=1), open_checkpoint(tiny_dir))
     assert executor.endpoint is not None
     assert executor.endpoint.transport == "shm"
@@ -110,7 +111,8 @@ def test_where_kv_is_handed_over_the_executor_says_where_it_can_be_read(tiny_dir
     executor.submit(empty_plan(0))
     assert executor.collect().kv is None
     executor.shutdown()
-    assert not any(thread.name.startswith("kv-") for thread in threading.enumerate())
+    left = set(threading.enumerate()) - before
+    assert not any(thread.name.startswith("kv-") for thread in left)
 
 
 # ---------------------------------------------------------------- the worker in its own process
