@@ -19,7 +19,7 @@ from numba import types
 from tests.cpu.worker.driving import Driver, Request, small_config
 from tests.cpu.worker.test_whole_steps import inputs_of
 from twostroke.checkpoint import open_checkpoint
-from twostroke.model import compiled, elementwise_kernels
+from twostroke.model import compiled, elementwise_kernels, program
 from twostroke.worker.attention_kernels import compile_attend
 from twostroke.worker.runner import ModelRunner
 
@@ -40,17 +40,20 @@ def run(directory: Path, dtype: str, quantization: str) -> dict[str, Any]:
 
 def for_aarch64() -> dict[str, Any]:
     """Kernels as LLVM has them before it makes code of this processor: functions of x86's alone
-    that they call, and how many bytes of aarch64's code they become without those.
+    that they call, how many bytes of aarch64's code they become without those, and the instructions
+    of that code which order memory: of a program and of attention, where threads wait for others.
 
     Nothing must be in the cache, which holds code alone.
     """
     for name in ("add_norm", "rotate", "silu_multiply", "levels"):
         elementwise_kernels.address(name)
+    signature = types.void(types.CPointer(types.int64))
+    compiled.address_of(program._run, signature, cache="")
     compile_attend(types.uint16)
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     machine = binding.Target.from_triple(AARCH64).create_target_machine()
-    named, num_bytes = set(), []
+    named, num_bytes, orders = set(), [], []
     for function in compiled._KEPT:
         text = function.inspect_llvm()
         named |= set(re.findall(r"llvm\.x86\.[\w.]+", text))
@@ -59,7 +62,9 @@ def for_aarch64() -> dict[str, Any]:
         text = re.sub(r'target datalayout = ".*"', f'target datalayout = "{layout(machine)}"', text)
         text = re.sub(r'target triple = ".*"', f'target triple = "{AARCH64}"', text)
         num_bytes.append(len(machine.emit_object(binding.parse_assembly(text))))
-    return {"x86": sorted(named), "bytes": num_bytes}
+        code = machine.emit_assembly(binding.parse_assembly(text))
+        orders.append(sorted(set(re.findall(r"\t(ldar|stlr|ldaxr|stlxr)\t", code))))
+    return {"x86": sorted(named), "bytes": num_bytes, "orders": orders[-2:]}
 
 
 def layout(machine: Any) -> str:
