@@ -1,6 +1,6 @@
 """Closed forms against the twin on a grid of 104 cases.
 
-    python benchmarks/closed_forms_vs_twin.py [--every N --first K]
+    python benchmarks/closed_forms_vs_twin.py [--every N --first K] [--changed-ms T]
 
 Each case is a layout, a load and what is compared: throughput where one constraint is overloaded;
 TTFT and TPOT where all is stable. Where a closed form says that it does not apply, that is shown
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from twostroke.config import SchedulerConfig
-from twostroke.cost import BandwidthCurve, LinearStepCost, LinkCost
+from twostroke.cost import BandwidthCurve, HostCost, LinearStepCost, LinkCost
 from twostroke.kv.sizing import KvLayout
 from twostroke.plan.analysis import Analysis, Figure, analyse
 from twostroke.plan.layout import Demand, KvMode, Layout, Pool
@@ -37,6 +37,7 @@ COSTS = {
     "constant": LinearStepCost(base_s=2e-2, token_s=1e-5, row_s=2e-5, context_s=2e-8),
 }
 FAST = LinkCost(base_s=1e-3, bytes_per_s=40e9)
+ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 TOLERANCE = 0.05
 PRECISE = 0.01
 SEEDS = 24
@@ -63,6 +64,16 @@ class Case:
     @property
     def rate_per_s(self) -> float:
         return self.load * self.capacity_per_s
+
+    def with_changes(self, seconds: float) -> "Case":
+        """The same where a step with other rows than the one before takes so much longer."""
+        host = HostCost(changed_s=seconds)
+        pools = {
+            role: replace(pool, host=host)
+            for role in ROLES
+            if (pool := getattr(self.layout, role)) is not None
+        }
+        return replace(self, layout=Layout(**pools))
 
     def predict(self, rate_per_s: float | None = None) -> Analysis:
         """By closed forms; at its own rate, or at one that came."""
@@ -143,7 +154,7 @@ def run(case: Case, seed: int) -> Result:
     spec = f"poisson:{rate!r}/s,in={case.prompt},out={case.output},n={case.num_requests}"
     engines = [
         _group(pool, role, longest)
-        for role in ("prefill", "decode", "both")
+        for role in ROLES
         if (pool := getattr(case.layout, role)) is not None
     ]
     link = Link(bandwidth=BandwidthCurve((0.0,), (case.link.bytes_per_s,)), base_s=case.link.base_s)
@@ -166,7 +177,9 @@ def _group(pool: Pool, role: Role, longest: int) -> EngineGroup:
         max_model_len=longest + 1,
         enable_prefix_caching=False,
     )
-    return EngineGroup(role=role, cost=pool.cost, config=config, layout=KV, count=pool.count)
+    return EngineGroup(
+        role=role, cost=pool.cost, host=pool.host, config=config, layout=KV, count=pool.count
+    )
 
 
 def steady_rate_per_s(result: Result) -> float:
@@ -224,6 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--every", type=int, default=1, help="only every so many cases")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--changed-ms", type=float, default=0.0, help="HostCost.changed_s")
     options = parser.parse_args()
     total = good = refused = 0
     exceptions = []
@@ -231,7 +245,8 @@ def main() -> None:
         f"{'case':26}{'lengths':>10}{'load':>6}{'figure':>12}{'closed':>10}{'twin':>10}"
         f"{'off':>8}{'+-':>7}  binding"
     )
-    for case in itertools.islice(cases(), options.first, None, options.every):
+    chosen = itertools.islice(cases(), options.first, None, options.every)
+    for case in (it.with_changes(options.changed_ms / 1e3) for it in chosen):
         for name, it in compare(case).items():
             shown = "n/a" if it.reason else f"{it.off:+.1%}"
             lengths = f"{case.prompt}/{case.output}"

@@ -221,6 +221,10 @@ class HostCost:
         check_numbers("host cost", self.deliver_s, self.deliver_row_s, self.handoff_s)
         check_numbers("host cost", self.deliver_first_s)
 
+    def changes_s(self, share: float) -> float:
+        """How much longer steps take, on average, of which such a share has a change of its own."""
+        return self.changed_s * share / (1 - CHANGE_FADES)
+
     def after_pause_s(self, pause_s: float, step_s: float) -> float:
         """How much longer a step takes that begins after such a pause of its engine."""
         return min(self.cold_s, COLD_SHARE * step_s) if pause_s > COLD_AFTER_S else 0.0

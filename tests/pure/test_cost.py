@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twostroke.cost import (
+    CHANGE_FADES,
     BandwidthCurve,
     HostCost,
     LinearStepCost,
@@ -116,6 +117,15 @@ def test_a_step_after_a_pause_is_longer_by_a_share_at_most() -> None:
     assert host.after_pause_s(0.05, 1.0) == 0.0
     assert host.after_pause_s(1.0, 1.0) == 0.01
     assert host.after_pause_s(1.0, 0.02) == pytest.approx(0.005)
+
+
+def test_changes_fade_and_add_up() -> None:
+    host = HostCost(changed_s=0.01)
+    level = total = 0.0
+    for step in range(4000):
+        level = level * CHANGE_FADES + (step % 4 == 0)
+        total += host.changed_s * level
+    assert host.changes_s(0.25) == pytest.approx(total / 4000, rel=1e-3)
 
 
 def test_links() -> None:

@@ -313,6 +313,15 @@ def seen_batch(batch: float, engines: int = 1) -> float:
     return batch + 1 / engines
 
 
+def changed_steps(batch: float, output_tokens: float, changes: float) -> float:
+    """Share of the steps of `batch` rows before which one of the rows has changed.
+
+    Each request makes so many changes, as when it comes and when it goes, at its own time in
+    `output_tokens` steps.
+    """
+    return 1 - math.exp(-changes * batch / output_tokens)
+
+
 def largest_batch(step_s: Callable[[float], float], limit_s: float, most: int) -> int:
     """Most rows of a step that lasts at most `limit_s`; 0 when even one row takes longer."""
     if step_s(1) > limit_s:

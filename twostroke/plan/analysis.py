@@ -24,6 +24,8 @@ MOST_ROWS = 1 << 16
 SHORT_ANSWERS = 0.1  # a prompt's time over that of all decode steps, from which TPOT is a lottery
 FLAT = 0.9  # elasticity from which a larger batch brings nothing, so that compute is what binds
 
+COMES_AND_GOES = 2  # steps of D with other rows than the one before, for each request
+
 WAITS = ("room on D", "queue")  # the parts of TTFT that vary from request to request
 
 
@@ -138,7 +140,7 @@ class _Decode:
     demand: Demand
 
     def step_s(self, rows: float) -> float:
-        return self.pool.decode_step_s(max(1.0, rows), self.demand.decode_context)
+        return self.pool.decode_step_s(max(1.0, rows), self.demand, COMES_AND_GOES)
 
     @property
     def slots(self) -> float:
@@ -322,8 +324,11 @@ def _aggregated(pool: Pool, demand: Demand, tpot_slo_s: float) -> Analysis:
     def prompt_s(rows: float) -> float:
         return _prompt_in_steps_s(pool, demand, rows, context)
 
+    # Steps of its prompt, the one after them, and the one after its last token.
+    changes = math.ceil(demand.mean_computed / pool.max_num_batched_tokens - 1e-9) + COMES_AND_GOES
+
     def plain_s(rows: float) -> float:
-        return pool.decode_step_s(rows, context)
+        return pool.decode_step_s(rows, demand, changes)
 
     def capacity(rows: float) -> float:
         if rows < 1:

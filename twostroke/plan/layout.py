@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from twostroke.advice.closed_form import changed_steps
 from twostroke.arrays import Float64s
 from twostroke.cost import HostCost, StepCost, StepWork
 
@@ -37,10 +38,19 @@ class Pool:
     def num_gpus(self) -> int:
         return self.count * self.tensor_parallel_size
 
-    def decode_step_s(self, batch: float, context_tokens: float) -> float:
-        """A step in which `batch` rows with that much context each decode one token."""
-        work = StepWork(batch, batch, batch, batch * context_tokens, batch * (context_tokens + 0.5))
-        return self.cost.step_s(work) + self.host.gap_s + batch * self.host.gap_row_s
+    def decode_step_s(self, batch: float, demand: "Demand", changes: float) -> float:
+        """A step in which `batch` rows each decode one token, where each request changes the rows
+        of so many steps."""
+        context = demand.decode_context
+        work = StepWork(batch, batch, batch, batch * context, batch * (context + 0.5))
+        share = changed_steps(batch, demand.mean_output, changes)
+        return self.cost.step_s(work) + self.around_s(batch, share)
+
+    def around_s(self, rows: float, share: float) -> float:
+        """What the host adds to a step, and to that share of all which have other rows than the one
+        before."""
+        host = self.host
+        return host.gap_s + rows * host.gap_row_s + host.changes_s(share)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ from twostroke.advice import closed_form as forms
 from twostroke.cost import StepWork
 from twostroke.plan.layout import Demand, Pool
 
+ALL_CHANGE = 1.0  # share of P's steps whose rows are others than those of the step before
+
 
 def prompts_per_step(pool: Pool, demand: Demand) -> float:
     """Whole prompts that a full step holds; below 1 a prompt takes several steps."""
@@ -19,7 +21,7 @@ def prefill_s(pool: Pool, demand: Demand, batch: float) -> float:
     work = demand.prefill_work(batch)
     chunks = math.ceil(work.num_tokens / pool.max_num_batched_tokens - 1e-9)
     if chunks <= 1:
-        return pool.cost.step_s(work) + gap_s(pool, batch)
+        return pool.cost.step_s(work) + pool.around_s(batch, ALL_CHANGE)
     # A prompt of several chunks is read again by each that follows, half of it on average.
     context = work.context_tokens + work.num_tokens / 2 / batch
     part = StepWork(
@@ -29,7 +31,7 @@ def prefill_s(pool: Pool, demand: Demand, batch: float) -> float:
         context,
         work.attended_tokens / chunks,
     )
-    return chunks * (pool.cost.step_s(part) + gap_s(pool, part.num_rows))
+    return chunks * (pool.cost.step_s(part) + pool.around_s(part.num_rows, ALL_CHANGE))
 
 
 def prefill_capacity_per_s(pool: Pool, demand: Demand) -> float:
@@ -37,10 +39,6 @@ def prefill_capacity_per_s(pool: Pool, demand: Demand) -> float:
     batch = prompts_per_step(pool, demand)
     whole = float(max(1, math.floor(batch)))
     return whole / prefill_s(pool, demand, whole)
-
-
-def gap_s(pool: Pool, rows: float) -> float:
-    return pool.host.gap_s + rows * pool.host.gap_row_s
 
 
 def _strangers_s(pool: Pool, demand: Demand) -> float:

@@ -106,6 +106,15 @@ def test_the_decode_batch_follows_from_the_rate() -> None:
     assert forms.decode_batch(20.0, 1000.0, step_s, 1024) == math.inf
 
 
+def test_steps_with_a_change_match_a_simulation() -> None:
+    random = np.random.default_rng(0)
+    comes = np.cumsum(random.exponential(10.0, 20_000))  # a request in ten steps, of 60 each
+    changed = np.unique(np.concatenate((comes, comes + 60)).astype(np.int64))
+    share = np.mean((changed > 1000) & (changed < comes[-1] - 1000)) * len(changed) / comes[-1]
+    assert forms.changed_steps(6.0, 60.0, 2.0) == pytest.approx(share, rel=0.02)
+    assert forms.changed_steps(0.0, 60.0, 2.0) == 0
+
+
 def test_the_largest_batch_within_a_bound() -> None:
     assert forms.largest_batch(lambda rows: rows * 1e-3, 0.05, 1024) == 50
     assert forms.largest_batch(lambda rows: 1.0, 0.05, 1024) == 0

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from twostroke.cost import LinearStepCost, LinkCost
+from twostroke.cost import HostCost, LinearStepCost, LinkCost
 from twostroke.plan.analysis import analyse
 from twostroke.plan.layout import Demand, KvMode, Layout, Pool
 from twostroke.twin.hardware import find_gpu
@@ -61,6 +61,24 @@ def test_times_grow_with_the_load_until_they_do_not_apply() -> None:
     assert not over.ttft_s.applies
     assert "queues grow" in over.ttft_s.reason
     assert over.throughput_per_s.value == pytest.approx(capacity, rel=0.02)
+
+
+def test_changes_of_rows_make_steps_longer_and_more_so_where_answers_are_short() -> None:
+    host = HostCost(changed_s=1e-3)
+    for layout in (PAIR, Layout(both=POOL)):
+        slower = Layout(**{
+            role: replace(pool, host=host)
+            for role in ("prefill", "decode", "both")
+            if (pool := getattr(layout, role)) is not None
+        })  # fmt: skip
+        more_s = []
+        for output in (32, 256):
+            asked = demand(0.5, output=output)
+            plain, changed = (analyse(it, asked, LINK) for it in (layout, slower))
+            assert changed.ttft_s.value > plain.ttft_s.value
+            assert changed.capacity_per_s < plain.capacity_per_s
+            more_s.append(changed.tpot_s.value - plain.tpot_s.value)
+        assert 2.5e-3 > more_s[0] > 1.5 * more_s[1] > 0
 
 
 def test_two_constraints_at_one_rate_are_said_to_be_unclear() -> None:
