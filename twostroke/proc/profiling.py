@@ -397,16 +397,18 @@ async def measure_relay(url: str) -> float:
 def device_name() -> str:
     """The device as people call it: the GPU, else the CPU and how many cores we have."""
     import torch
+    from llvmlite import binding
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(0)
-    name = platform.processor() or platform.machine()
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
     if found := re.search(r"model name\s*:\s*(.+)", text):
         name = found[1].strip()
+    else:  # ARM's are told as numbers, whose meaning LLVM knows
+        name = f"{platform.machine()} {binding.get_host_cpu_name()}"
     return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 

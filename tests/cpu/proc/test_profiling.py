@@ -1,9 +1,13 @@
 """`twostroke profile` around a real server with a tiny model; what cannot be measured."""
 
 import json
+import platform
+import re
 from pathlib import Path
 
 import pytest
+import torch
+from llvmlite import binding
 from typer.testing import CliRunner
 
 from twostroke.cli import app
@@ -41,6 +45,16 @@ def test_what_came_before_the_measuring_is_forgotten(monkeypatch: pytest.MonkeyP
             pieces.forget()
     pieces.look()
     assert [piece.waves[0].num_requests for piece in pieces.of_use] == [2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is a GPU")
+def test_a_processor_without_a_name_is_called_as_llvm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda _: "model name\t: Some CPU @ 3 GHz\n")
+    assert re.fullmatch(r"Some CPU @ 3 GHz, \d+ cores", profiling.device_name())
+    monkeypatch.setattr(Path, "read_text", lambda _: "CPU implementer\t: 0x41\nCPU part\t: 0xd40\n")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(binding, "get_host_cpu_name", lambda: "neoverse-v1")
+    assert re.fullmatch(r"aarch64 neoverse-v1, \d+ cores", profiling.device_name())
 
 
 def test_what_other_processes_take() -> None:
