@@ -162,6 +162,7 @@ def scenario_of(
             layout=layout,
             host=fitted.host,
             max_hold_share=config.kv_hold_share,
+            plans_late=True,
         )
         for role in config.local_roles
     ]

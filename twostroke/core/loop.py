@@ -25,13 +25,14 @@ from twostroke.config import SchedulerConfig
 from twostroke.connector.base import KvConnectorScheduler
 from twostroke.core import fast_forward
 from twostroke.core.handoffs import Handoffs, KvMessage
+from twostroke.core.plans import plan_of
 from twostroke.core.refusal import refusal
 from twostroke.core.request import Request, Status
 from twostroke.core.results import Outcome, Results, handles_of, logprobs_of
 from twostroke.core.scheduler import Scheduler
 from twostroke.core.spec import PlanRules
 from twostroke.core.state import EngineState
-from twostroke.core.step import Step
+from twostroke.core.step import Admission, Step
 from twostroke.cost import StepWork
 from twostroke.errors import ConfigError
 from twostroke.kv.manager import IntegrityError
@@ -46,7 +47,6 @@ from twostroke.messages import (
     Finished,
     FinishReason,
     Int32s,
-    NewRequest,
     PrefillInfo,
     StepPlan,
     StepResult,
@@ -92,6 +92,7 @@ class EngineCore:
         self._events: list[tuple[int, EventKind, float]] = []
         self._kv_received: list[KvReceived] = []  # of requests that were refused
         self._stats = EngineStats()
+        self._is_open = False  # whether `extend` may add to the last step
 
     # ------------------------------------------------------------ requests in
 
@@ -211,11 +212,30 @@ class EngineCore:
         self.state.in_flight.append(step)
         self.state.is_stalled = is_idle and step.is_empty
         self._note_step(step, now)
-        plan = self._plan_of(step)
+        plan = plan_of(step, self.state)
+        # Who comes now would be looked at first by the next step.
+        self._is_open = not (step.preempted or self.state.num_waiting)
         if self._rules is not None:
             self._rules.check(plan)
             self.check_integrity()
         return plan
+
+    def extend(self) -> StepPlan | None:
+        """Put who has come since into the step that was begun last, as if they had come before.
+
+        Returns its plan, for a worker that has not seen the one before; None: that stands.
+        """
+        state, step = self.state, self.last_step
+        closed = not self._is_open or state.handoff is not None or self._rules is not None
+        # A seat that was given up since may still have a row, and is nobody else's before the next.
+        if closed or not state.num_waiting or state.has_untold:
+            return None
+        admitted, tokens = len(step.admitted), total(step.num_scheduled)
+        self.scheduler.extend(step)
+        self._is_open = not state.num_waiting
+        self._stats.step_tokens += total(step.num_scheduled) - tokens
+        self._note_admitted(step.admitted[admitted:], self._clock.now())
+        return plan_of(step, state)
 
     def _note_step(self, step: Step, now: float) -> None:
         self._stats.num_steps += 1
@@ -229,7 +249,10 @@ class EngineCore:
                 self._events.append((request.handle, EventKind.HELD, now))
             for loading in step.loading:
                 self._events.append((loading.request.handle, EventKind.LOADING, now))
-        for admission in step.admitted:
+        self._note_admitted(step.admitted, now)
+
+    def _note_admitted(self, admissions: Sequence[Admission], now: float) -> None:
+        for admission in admissions:
             request = admission.request
             self._events.append((request.handle, EventKind.SCHEDULED, now))
             if not request.was_admitted:
@@ -238,31 +261,6 @@ class EngineCore:
                 was_loaded = request.kv_receive is not None and admission.num_local is None
                 cached = request.num_local_hit if was_loaded else admission.num_computed
                 self._prefills.append(PrefillInfo(request.handle, cached))
-
-    def _plan_of(self, step: Step) -> StepPlan:
-        """The step in the form that workers run."""
-        plan = StepPlan(
-            step=step.number,
-            slots=step.slots.astype(np.int32),
-            num_computed=step.num_computed,
-            num_scheduled=step.num_scheduled,
-            samples=step.samples,
-        )
-        if step.freed_slots:
-            plan.freed_slots = np.array(step.freed_slots, np.int32)
-        if step.grown:
-            plan.grown_slots = np.array(list(step.grown), np.int32)
-            plan.grown_counts = np.array([len(new) for new in step.grown.values()], np.int32)
-            plan.grown_blocks = np.concatenate(list(step.grown.values())).astype(np.int32)
-        if self.config.num_spec_tokens and np.count_nonzero(step.num_drafts):
-            plan.num_drafts = step.num_drafts
-            drafts = self.state.seats.drafts[step.slots]
-            within = np.arange(drafts.shape[1]) < step.num_drafts[:, None]
-            plan.draft_token_ids = drafts[within]
-        plan.new = [_new_request(admission.request) for admission in step.admitted]
-        if self.state.connector is not None:
-            plan.kv = self.state.connector.build_connector_meta()
-        return plan
 
     def finish(self, result: StepResult) -> EngineOutputs:
         """Process the result of the oldest plan in flight."""
@@ -469,18 +467,6 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Recount blocks, seats and queues; IntegrityError when they do not balance."""
         self.state.check_integrity()
-
-
-def _new_request(request: Request) -> NewRequest:
-    return NewRequest(
-        slot=request.slot,
-        request_id=request.request_id,
-        token_ids=request.tokens,
-        num_prompt_tokens=request.num_prompt_tokens,
-        params=request.params,
-        stop_token_ids=request.stop_ids.all,
-        block_ids=np.array(request.table.blocks, np.int32),
-    )
 
 
 def _sample_of(step: Step, seconds: float) -> StepSample:

@@ -76,6 +76,17 @@ class Scheduler:
         step.freed_slots = self.state.flush_freed_slots()
         return step
 
+    def extend(self, step: Step) -> None:
+        """Let those into `step`, the last one, who came after it was chosen, as far as they fit.
+
+        It must have preempted nobody, and have left nobody to wait.
+        """
+        self._schedule_waiting(step)
+        counts = np.array(self._admitted_counts, np.int32)
+        self._admitted_counts.clear()
+        if len(counts):
+            self._add_rows(step, self.state.running[-len(counts) :].copy(), counts)
+
     # ------------------------------------------------------------ running requests
 
     def _schedule_running(self, step: Step) -> Int32s:
@@ -433,7 +444,6 @@ class Scheduler:
 
     def _fill_rows(self, step: Step, counts: Int32s) -> None:
         """Turn counts into the step's rows and advance the columns."""
-        seats = self.seats
         admitted = len(step.admitted)
         if admitted:
             own = np.array(self._admitted_counts, np.int32)
@@ -447,23 +457,28 @@ class Scheduler:
             slots, count = slots[chosen], counts[chosen]
         else:
             slots = slots.copy()
+        self._add_rows(step, slots, count)
+
+    def _add_rows(self, step: Step, slots: Int64s, count: Int32s) -> None:
+        """Rows of `count` tokens of the requests in these seats, behind those that there are."""
+        seats = self.seats
         computed = seats.computed[slots]
         pending = seats.placeholders[slots]
         due = seats.known[slots] + pending
         after = computed + count
         samples = after >= due
-        step.slots, step.num_scheduled, step.num_computed = slots, count, computed
-        step.uids, step.handles, step.samples = seats.uid[slots], seats.handle[slots], samples
         seats.computed[slots] = after
-        step.num_drafts = np.zeros(len(slots), np.int32)
+        num_drafts = np.zeros(len(slots), np.int32)
         if self.config.num_spec_tokens:
             behind = np.maximum(after - due, 0)
-            np.minimum(behind, seats.num_drafts[slots], out=step.num_drafts)
+            np.minimum(behind, seats.num_drafts[slots], out=num_drafts)
             seats.num_drafts[slots] = 0
         if self.config.async_scheduling:
-            more = samples * (ONE + step.num_drafts) if self.config.num_spec_tokens else samples
+            more = samples * (ONE + num_drafts) if self.config.num_spec_tokens else samples
             seats.placeholders[slots] = pending + more
             if self.config.num_spec_tokens:
                 sampling = slots[samples]
                 seats.num_drafts[sampling] = self.config.num_spec_tokens
                 seats.drafts[sampling] = -1
+        uids, handles = seats.uid[slots], seats.handle[slots]
+        step.add_rows(slots, uids, handles, computed, count, num_drafts, samples)

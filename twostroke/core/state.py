@@ -103,11 +103,17 @@ class EngineState:
 
         With hand-offs, what only waits for a message or a deadline is no work.
         """
-        untold = self.finished_ids or self._freed_slots
         if self.handoff is None:
-            return bool(self.requests or self.held or untold)
+            return bool(self.requests or self.held or self.has_untold)
         may_run = self.requests and not self.is_stalled
-        return bool(may_run or untold or self.handoff.has_commands or self.handoff.awaits_report)
+        return bool(
+            may_run or self.has_untold or self.handoff.has_commands or self.handoff.awaits_report
+        )
+
+    @property
+    def has_untold(self) -> bool:
+        """Departures that no plan has told yet."""
+        return bool(self.finished_ids or self._freed_slots)
 
     def request_at(self, slot: int) -> Request:
         request = self.seats.request_of[slot]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from twostroke.core.request import Request
-from twostroke.messages import NO_TOKENS, Bools, Finished, Int64s
+from twostroke.messages import NO_TOKENS, Bools, Finished, Int32s, Int64s
 
 _NO_ROWS: Int64s = np.empty(0, np.int64)
 _NO_FLAGS: Bools = np.empty(0, np.bool_)
@@ -63,6 +63,29 @@ class Step:
         self.slots = self.uids = self.handles = _NO_ROWS
         self.num_computed = self.num_scheduled = self.num_drafts = NO_TOKENS
         self.samples = _NO_FLAGS
+
+    def add_rows(
+        self,
+        slots: Int64s,
+        uids: Int64s,
+        handles: Int64s,
+        num_computed: Int32s,
+        num_scheduled: Int32s,
+        num_drafts: Int32s,
+        samples: Bools,
+    ) -> None:
+        """Rows, behind those that there are."""
+        if len(self.slots):
+            slots = np.concatenate((self.slots, slots))
+            uids = np.concatenate((self.uids, uids))
+            handles = np.concatenate((self.handles, handles))
+            num_computed = np.concatenate((self.num_computed, num_computed))
+            num_scheduled = np.concatenate((self.num_scheduled, num_scheduled))
+            num_drafts = np.concatenate((self.num_drafts, num_drafts))
+            samples = np.concatenate((self.samples, samples))
+        self.slots, self.uids, self.handles, self.samples = slots, uids, handles, samples
+        self.num_computed, self.num_scheduled = num_computed, num_scheduled
+        self.num_drafts = num_drafts
 
     @property
     def is_empty(self) -> bool:

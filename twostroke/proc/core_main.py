@@ -5,8 +5,9 @@
     output thread  outbox ──encode──▶ ZMQ                         waits on the queue
 
 With asynchronous scheduling two steps are in flight: while the device runs step N, the main thread
-plans step N+1 and the output thread sends the results of step N-1. Started by `proc.launch`, which
-writes the settings to our standard input and keeps it open: when it closes, the parent is gone.
+plans step N+1 and the output thread sends the results of step N-1. A request that comes meanwhile
+is put into step N+1. Started by `proc.launch`, which writes the settings to our standard input and
+keeps it open: when it closes, the parent is gone.
 """
 
 import contextlib
@@ -120,6 +121,7 @@ class CoreProcess:
         if self.config.trace:
             self.tracer = Tracer(Path(self.config.trace), f"engine core {launch.engine}")
         self.depth = 2 if self.config.async_scheduling else 1
+        self.extending: ThreadExecutor | None = None  # the executor, if its last plan may grow
         self.learned: LearnedStepCost | None = None  # from the steps that we run
         self.stopping = False
         self.stop_by_s = 0.0
@@ -140,6 +142,9 @@ class CoreProcess:
                 step_cost = self.learned = LearnedStepCost()
             self.core = make_core(self.config, ready, step_cost)
             self.executor = executor
+            # Not where KV is handed over: who comes waits for that, and messages of it have order.
+            if isinstance(executor, ThreadExecutor) and self.depth > 1 and ready.kv is None:
+                self.extending = executor
             self.loading = False
             self.start_up.end("first steps")
             ready.facts.append(self.start_up.fact())
@@ -182,7 +187,7 @@ class CoreProcess:
             if idle and self.tracer:
                 self.tracer.flush()  # so that who reads a trace meanwhile has all of it
             self._take_inbox(wait=idle)
-            plan = self._begin()
+            plan = self._begin() if core.num_in_flight < self.depth else None
             if plan is None:
                 self._put_outputs()  # of what has expired
             if plan is not None and len(plan.slots) and core.num_in_flight < self.depth:
@@ -206,8 +211,17 @@ class CoreProcess:
                 )
         return plan
 
+    def _extend_last(self) -> None:
+        """Somebody has come: into the plan that waits for its turn, if one does."""
+        assert self.extending is not None
+        self._take_inbox(wait=False)
+        if (plan := self.extending.recall()) is not None:
+            self.extending.submit(self.core.extend() or plan)
+
     def _finish_oldest(self) -> None:
         wait_s = time.monotonic()
+        while self.extending is not None and not self.extending.wait():
+            self._extend_last()
         result = self.executor.collect()
         # What arrived while the step ran, aborts above all, counts before its tokens do.
         self._take_inbox(wait=False)
@@ -299,6 +313,8 @@ class CoreProcess:
             if isinstance(message, Shutdown) and self.loading:
                 os._exit(0)  # nobody waits for anything but this, and loading may take minutes
             self.inbox.put(message)
+            if self.extending is not None and isinstance(message, AddRequest):
+                self.extending.nudge()
             if self.tracer:
                 self.tracer.span("input", "decode", start_s, time.monotonic(), bytes=len(data))
 

@@ -70,6 +70,11 @@ class FakeExecutor:
         self.plans.append(plan)
         self._submitted.append(plan)
 
+    def recall(self) -> StepPlan:
+        """Take back the plan that was submitted last."""
+        self.plans.pop()
+        return self._submitted.pop()
+
     def collect(self) -> StepResult:
         plan = self._submitted.popleft()
         self._change_seats(plan)

@@ -123,6 +123,7 @@ class _Sizer:
             host=host,
             layout=layout,
             max_hold_share=options.kv_hold_share,
+            plans_late=True,
             config=SchedulerConfig(
                 block_size=options.block_size,
                 num_blocks=1 + self._num_blocks(parallel, layout),

@@ -4,6 +4,10 @@
             else wait for the end of the oldest
     wake    (the oldest has ended) take the inbox, finish it, say what came of it; then a turn
 
+Our own engines put who comes into the second step in flight as long as it has not begun
+(`EngineCore.extend`), which is as if they planned it when the first is over (`plans_late`); in
+vLLM's it stands once it is planned.
+
 Where nothing but decodes lies ahead the engine *cruises*: the ends of many turns are computed at
 once, and they are taken together when the last of them is over, or before, when a message comes.
 """
@@ -11,7 +15,7 @@ once, and they are taken together when the last of them is over, or before, when
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -64,6 +68,7 @@ class TwinEngine:
         sink: EngineSink,
         *,
         fast_forward: bool = True,
+        plans_late: bool = False,
     ) -> None:
         self.index = index
         self.core = core
@@ -76,6 +81,7 @@ class TwinEngine:
         self._sink = sink
         self._depth = 2 if core.config.async_scheduling else 1
         self._fast_forward = fast_forward
+        self._plans_late = plans_late and self._depth > 1 and core.state.handoff is None
         self.on_plan: Callable[[StepPlan], None] | None = None  # is shown each plan
         self._inbox: deque[ToEngine] = deque()
         self._ends: Float64s | None = None  # while cruising: of its turns
@@ -106,9 +112,11 @@ class TwinEngine:
     def _disturb(self, now: float, *, at_once: bool) -> bool:
         if self._ends is not None:
             # Turns that have ended by now; the next one is under way and runs to its end.
-            turns = int(self._ends[: self._turns].searchsorted(now, side="right"))
-            if at_once:
-                # What has come counts before the tokens of the step under way do.
+            side: Literal["left", "right"] = "left" if self._plans_late else "right"
+            turns = int(self._ends[: self._turns].searchsorted(now, side=side))
+            if at_once or self._plans_late:
+                # What has come counts before the tokens of the step under way do, or is in the plan
+                # that is made at its end.
                 self._skip(turns)
                 self._turn(heeding=False)
             else:
@@ -166,6 +174,9 @@ class TwinEngine:
             if not self.executor.is_due:
                 self.next_s = self.executor.end_of_oldest_s
                 return
+            if self._holds_back:
+                self._take_inbox()
+                self._begin()
             result = self.executor.collect()
             self._take_inbox()
             self._tell(self.core.finish(result))
@@ -180,6 +191,19 @@ class TwinEngine:
 
     # ------------------------------------------------------------ the loop
 
+    @property
+    def _holds_back(self) -> bool:
+        in_flight = self.core.state.in_flight
+        return self._plans_late and len(in_flight) == 1 and len(in_flight[0].slots) > 0
+
+    def _begin(self) -> StepPlan | None:
+        plan = self.core.begin()
+        if plan is not None:
+            if self.on_plan is not None:
+                self.on_plan(plan)
+            self.executor.submit(plan)
+        return plan
+
     def _turn(self, *, heeding: bool = True) -> None:
         """Begin what can be begun now; not `heeding` what has come since."""
         core = self.core
@@ -188,11 +212,9 @@ class TwinEngine:
                 self._take_inbox()
                 if self._fast_forward and self._cruise():
                     return
-            plan = core.begin()
-            if plan is not None:
-                if self.on_plan is not None:
-                    self.on_plan(plan)
-                self.executor.submit(plan)
+            if self._holds_back:
+                break
+            plan = self._begin()
             if core.state.handoff is not None:  # what it says of KV cannot wait for a result
                 self._take_outputs()
             if plan is not None and len(plan.slots) and core.num_in_flight < self._depth:

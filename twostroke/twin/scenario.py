@@ -28,7 +28,8 @@ class EngineGroup:
 
     `config.num_blocks` counts the null block, as ever. `layout` says how many bytes a hand-off
     moves; its block size must be the config's. `steps_together`: they share the experts of their
-    model, so a step of one is a step of all (`lockstep`).
+    model, so a step of one is a step of all (`lockstep`). `plans_late`: a second step in
+    flight has who comes until it begins, as in our engines, where they hand nothing over.
     """
 
     role: Role
@@ -39,6 +40,7 @@ class EngineGroup:
     host: HostCost = field(default_factory=HostCost)
     max_hold_share: float = 0.5
     steps_together: bool = False
+    plans_late: bool = False
 
     @property
     def num_devices(self) -> int:

@@ -150,6 +150,7 @@ class World:
             self,
             # Engines whose steps depend on each other's cannot be taken many steps at a time.
             fast_forward=self.scenario.fast_forward and not (shares_host or group.steps_together),
+            plans_late=group.plans_late and not group.steps_together,
         )
         self.engines.append(engine)
         self._groups.append(group)

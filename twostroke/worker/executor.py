@@ -121,7 +121,8 @@ class ThreadExecutor:
         make_runner: MakeRunner = _model_runner,
     ) -> None:
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[StepResult | BaseException] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult | BaseException | None] = queue.SimpleQueue()
+        self._result: StepResult | BaseException | None = None  # that `wait` has waited for
         self._num_in_flight = 0
         self._failure: BaseException | None = None
         started: queue.SimpleQueue[Runner | BaseException] = queue.SimpleQueue()
@@ -171,11 +172,33 @@ class ThreadExecutor:
         """Begin to read KV of other engines now, whatever step runs."""
         self._runner.read(loads)
 
+    def recall(self) -> StepPlan | None:
+        """Take back the plan that was submitted last, if it is the next and was not begun."""
+        if self._plans.qsize() != 1:  # of two, the one before it was not begun either
+            return None
+        with contextlib.suppress(queue.Empty):  # begun meanwhile
+            plan = self._plans.get_nowait()
+            self._num_in_flight -= 1
+            return plan
+        return None
+
+    def nudge(self) -> None:
+        """Let who is in `wait`, or will be, go on; from any thread."""
+        self._results.put(None)
+
+    def wait(self) -> bool:
+        """Until the oldest step in flight is over; False: until `nudge`."""
+        if self._result is None:
+            self._result = self._results.get()
+        return self._result is not None
+
     def collect(self) -> StepResult:
         if self._failure is None:
             if not self._num_in_flight:
                 raise RuntimeError("collect() without a step in flight")
-            result = self._results.get()
+            while not self.wait():
+                pass
+            result, self._result = self._result, None
             if isinstance(result, StepResult):
                 self._num_in_flight -= 1
                 return result

@@ -81,6 +81,60 @@ def test_thread_runs_plans_in_order_with_two_in_flight():
     assert "worker" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_plan_that_was_not_begun_is_taken_back():
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(CountingRunner):
+        def run(self, plan: StepPlan) -> StepResult:
+            begun.set()
+            assert go_on.wait(10)
+            return super().run(plan)
+
+    executor = start(Slow)
+    executor.submit(empty_plan(0))
+    assert begun.wait(10)
+    assert executor.recall() is None, "it runs"
+    executor.submit(empty_plan(1))
+    executor.submit(empty_plan(2))
+    assert executor.recall() is None, "not the next"
+    executor.nudge()
+    assert not executor.wait(), "somebody has come"
+    go_on.set()
+    assert executor.wait()
+    assert executor.wait(), "its result is kept"
+    assert executor.collect().step == 0
+    executor.nudge()
+    assert [executor.collect().step for _ in range(2)] == [1, 2], "who only collects is not told"
+    go_on.clear()
+    begun.clear()
+    executor.submit(empty_plan(4))
+    assert begun.wait(10)
+    executor.submit(empty_plan(5))
+    plan = executor.recall()
+    assert plan is not None
+    assert plan.step == 5
+    executor.submit(empty_plan(6))
+    go_on.set()
+    assert [executor.collect().step for _ in range(2)] == [4, 6]
+    executor.shutdown()
+
+
+def test_a_worker_prepares_only_while_it_has_no_plan():
+    prepared = []
+
+    class Preparing(CountingRunner):
+        def prepare(self) -> bool:
+            prepared.append(threading.current_thread().name)
+            return len(prepared) < 3
+
+    executor = start(Preparing)
+    executor.submit(empty_plan(0))
+    assert executor.collect().step == 0
+    executor.shutdown()
+    assert set(prepared) == {"worker"}
+    assert 1 <= len(prepared) <= 5
+
+
 def test_a_failing_step_ends_the_thread_and_keeps_its_cause():
     executor = start()
     for step in (2, 3, 4):

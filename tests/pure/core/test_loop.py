@@ -337,3 +337,98 @@ def test_without_checks_the_core_decides_the_same():
         request = checked.add(handle)
         plain.add(request)
     assert np.array_equal(checked.core.begin().num_scheduled, plain.begin().num_scheduled)
+
+
+# ---------------------------------------------------------------- the step that has not begun
+
+
+def two_in_flight(**settings) -> Engine:
+    """Request 0 decodes; a step of it runs, and another is planned."""
+    engine = Engine(**({"check": False, "async_scheduling": True} | settings))
+    engine.add(0, prompt=8, max_tokens=12)
+    engine.begin()
+    engine.begin()
+    return engine
+
+
+def extend(engine: Engine):
+    plan = engine.core.extend()
+    if plan is not None:
+        engine.executor.recall()
+        engine.executor.submit(plan)
+    return plan
+
+
+def test_who_comes_is_put_into_the_step_that_has_not_begun():
+    engine = two_in_flight()
+    assert extend(engine) is None, "nobody has come"
+    tokens = engine.core.stats().step_tokens
+    engine.add(1, prompt=6, max_tokens=5)
+    plan = extend(engine)
+    assert plan.step == 1
+    assert plan.num_scheduled.tolist() == [1, 6]
+    assert plan.num_computed.tolist() == [8, 0]
+    assert [new.request_id for new in plan.new] == ["r1"]
+    engine.add(2, prompt=20, max_tokens=5)
+    plan = extend(engine)
+    assert plan.num_scheduled.tolist() == [1, 6, 9], "what the step's budget leaves"
+    assert plan.samples.tolist() == [True, True, False]
+    assert [new.request_id for new in plan.new] == ["r1", "r2"]
+    assert engine.core.stats().step_tokens == tokens + 15
+    engine.finish()
+    engine.run()
+    for handle, prompt, count in ((0, 8, 12), (1, 6, 5), (2, 20, 5)):
+        assert engine.tokens[handle] == expected_tokens(handle, prompt, count)
+        assert engine.events_of(handle) == [QUEUED, SCHEDULED, FIRST, FINISHED]
+    assert engine.num_free == 16
+
+
+def test_a_step_without_rows_is_extended_too():
+    engine = Engine(check=False, async_scheduling=True)
+    engine.add(0, prompt=8, max_tokens=1)
+    engine.begin()
+    assert len(engine.begin().slots) == 0, "its only token comes of the step before"
+    engine.add(1, prompt=6, max_tokens=2)
+    assert extend(engine).num_scheduled.tolist() == [6]
+    engine.finish()
+    engine.run()
+    assert engine.tokens[1] == expected_tokens(1, 6, 2)
+
+
+def test_a_step_stands_that_left_somebody_waiting():
+    engine = two_in_flight(max_num_seqs=1)
+    engine.add(1, prompt=6, max_tokens=2)
+    assert extend(engine).num_scheduled.tolist() == [1], "no seat is free"
+    engine.add(2, prompt=6, max_tokens=2)
+    assert extend(engine) is None
+    engine.finish()
+    engine.run()
+    assert engine.tokens[2] == expected_tokens(2, 6, 2)
+
+
+def test_a_seat_with_a_row_is_nobody_elses():
+    engine = two_in_flight()
+    engine.core.abort([0])
+    engine.add(1, prompt=6, max_tokens=2)
+    assert extend(engine) is None
+    engine.finish()
+    engine.run()
+    assert engine.tokens[1] == expected_tokens(1, 6, 2)
+    assert engine.finished[0].reason is FinishReason.ABORT
+
+
+def test_a_plan_that_was_checked_stands():
+    engine = two_in_flight(check=True)
+    engine.add(1, prompt=6, max_tokens=2)
+    assert extend(engine) is None
+
+
+def test_drafts_of_an_extended_step_are_those_of_the_step():
+    engine = two_in_flight(num_spec_tokens=2)
+    engine.add(1, prompt=6, max_tokens=5)
+    plan = extend(engine)
+    assert plan.num_scheduled.tolist() == [3, 6]
+    assert plan.num_drafts.tolist() == [2, 0]
+    engine.finish()
+    engine.run()
+    assert engine.tokens[1] == expected_tokens(1, 6, 5)

@@ -4,6 +4,7 @@ Once beside a core that is driven as `proc.core_main` drives it, around an execu
 every plan, and once against recorded decisions of vLLM's scheduler.
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,11 +29,15 @@ COST = LinearStepCost(base_s=0.004, token_s=2e-5, row_s=1e-5, attended_s=1e-9)
 
 
 class Process:
-    """`CoreProcess._loop` on a clock of its own: begin, submit, collect, take inbox, finish."""
+    """`CoreProcess._loop` on a clock of its own: begin, submit, collect, take inbox, finish.
 
-    def __init__(self, config: SchedulerConfig, load: Workload) -> None:
+    With `extends` who comes is put into the second step in flight as long as that has not begun.
+    """
+
+    def __init__(self, config: SchedulerConfig, load: Workload, *, extends: bool = False) -> None:
+        self.extends = extends
         self.clock = VirtualClock()
-        self.core = EngineCore(config, self.clock, check=True)
+        self.core = EngineCore(config, self.clock, check=not extends)
         self.executor = FakeExecutor(
             block_size=config.block_size,
             token=lambda name, position: load.output_value(int(name)),
@@ -42,6 +47,7 @@ class Process:
         self.inbox = list(range(len(load)))
         self.ends: list[float] = []  # of the plans in flight
         self.last_end_s = 0.0
+        self.num_extended = 0
 
     def take_inbox(self, *, wait: bool) -> None:
         arrivals = self.load.arrival_s
@@ -72,11 +78,29 @@ class Process:
                 if len(plan.slots) and core.num_in_flight < self.depth:
                     continue
             if core.num_in_flight:
-                self.clock.advance_to(max(self.clock.now(), self.ends.pop(0)))
+                end_s = max(self.clock.now(), self.ends.pop(0))
+                while self.extends and self.next_arrival_s <= end_s:
+                    self.clock.advance_to(max(self.clock.now(), self.next_arrival_s))
+                    self.take_inbox(wait=False)
+                    self.extend(end_s)
+                self.clock.advance_to(end_s)
                 result = self.executor.collect()
                 self.take_inbox(wait=False)
                 core.finish(result)
         return self.executor.plans
+
+    @property
+    def next_arrival_s(self) -> float:
+        return float(self.load.arrival_s[self.inbox[0]]) if self.inbox else math.inf
+
+    def extend(self, start_s: float) -> None:
+        """Put who has come into the plan that begins at `start_s`."""
+        if self.core.num_in_flight == 2 and (plan := self.core.extend()) is not None:
+            self.num_extended += 1
+            self.executor.recall()
+            self.executor.submit(plan)
+            self.last_end_s = start_s
+            self.ends[-1:] = [self.end_of(plan)]
 
     def end_of(self, plan) -> float:
         seconds = 0.0
@@ -87,12 +111,14 @@ class Process:
         return self.last_end_s
 
 
-def plans_of_twin(config: SchedulerConfig, load: Workload, cost=COST, *, fast_forward=False):
+def plans_of_twin(
+    config: SchedulerConfig, load: Workload, cost=COST, *, fast_forward=False, late=False
+):
     own = msgspec.to_builtins(config)
     layout = replace(LAYOUT, block_size=config.block_size)
     world = World(
         Scenario(
-            engines=[group("both", cost=cost, layout=layout, **own)],
+            engines=[replace(group("both", cost=cost, layout=layout, **own), plans_late=late)],
             workload=load,
             fast_forward=fast_forward,
         )
@@ -107,26 +133,29 @@ def text_of(plan) -> bytes:
     return msgspec.msgpack.encode(plan, enc_hook=lambda array: array.tolist())
 
 
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("how", ["async", "async, extended", "sync"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_blocks", [90, 400])
-def test_plans_are_those_of_the_process(is_async, caching, num_blocks):
+def test_plans_are_those_of_the_process(how, caching, num_blocks):
+    extends = how.endswith("extended")
     config = SchedulerConfig(
         num_blocks=num_blocks,
         max_num_seqs=6,
         max_num_batched_tokens=256,
         max_model_len=1200,
         enable_prefix_caching=caching,
-        async_scheduling=is_async,
+        async_scheduling=how != "sync",
     )
     load = from_spec(
         "gamma:30/s,cv=2,in=lognormal(150,1),out=lognormal(40,1),n=60,prefix=40,prefixes=2", seed=5
     )
-    expected = Process(config, load).run()
-    plans, _ = plans_of_twin(config, load)
+    process = Process(config, load, extends=extends)
+    expected = process.run()
+    plans, _ = plans_of_twin(config, load, late=extends)
     assert len(plans) == len(expected)
     for ours, theirs in zip(plans, expected, strict=True):
         assert text_of(ours) == text_of(theirs)
+    assert extends == (process.num_extended > 0)
 
 
 # ---------------------------------------------------------------- recorded decisions

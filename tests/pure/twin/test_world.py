@@ -70,7 +70,7 @@ deployments = st.sampled_from(
     deployment=deployments,
     blocks=st.sampled_from([150, 200, 500]),
     seats=st.sampled_from([3, 8]),
-    is_async=st.booleans(),
+    begins=st.sampled_from(["sync", "async", "late"]),
     host=st.sampled_from(
         [
             HostCost(),
@@ -87,21 +87,24 @@ deployments = st.sampled_from(
     deployment=[("both", 1)],
     blocks=200,
     seats=8,
-    is_async=False,
+    begins="sync",
     host=HostCost(ingress_s=0.002, ingress_token_s=1e-6, egress_s=0.001, egress_row_s=1e-5),
     mode="pull",
 )
-def test_fast_forward_changes_nothing(spec, deployment, blocks, seats, is_async, host, mode):
+def test_fast_forward_changes_nothing(spec, deployment, blocks, seats, begins, host, mode):
     arrival, prompt, output, extra, count = spec
     load = f"{arrival},in={prompt},out={output},n={count}{extra}"
     engines = [
-        group(
-            role,
-            number,
-            num_blocks=blocks,
-            max_num_seqs=seats,
-            async_scheduling=is_async,
-            host=host,
+        replace(
+            group(
+                role,
+                number,
+                num_blocks=blocks,
+                max_num_seqs=seats,
+                async_scheduling=begins != "sync",
+                host=host,
+            ),
+            plans_late=begins == "late",
         )
         for role, number in deployment
     ]
