@@ -6,20 +6,23 @@ Two engines, with and without drafts, answer the same prompts in turn, greedily;
 made back to back, so that a busy machine slows both, and the median of the pairs' ratios counts.
 `decode` is the ratio of the time after first tokens, which drafts have no part in. CPU time is that
 of the engine processes, which other processes disturb least. Without MODEL, the default one.
-`--json` prints one JSON object as the last line. `--matches` tells instead how often what followed
-the last m tokens elsewhere was not what the model said, without drafts.
+`--json` prints one JSON object as the last line. `--matches` tells instead how often guesses held
+beside the chance that the rule gives them, at every token of answers without drafts.
 """
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import psutil
 
 from twostroke import LLM, SamplingParams
 from twostroke.bench import report
+from twostroke.worker.draft_rows import guess
 
 TEXTS = (
     """The town of Varn lies where the river Ost leaves the hills. Until 1874 it had no bridge, \
@@ -135,50 +138,31 @@ def measure(plain: Side, drafting: Side, task: str, options: argparse.Namespace)
     }
 
 
-def matches(llm: LLM, length: int, longest: int = 32) -> dict[int, tuple[int, int]]:
-    """By how many of the last tokens recur: guesses that were refused, and all; of several places
-    the latest counts, if all say the same."""
-    found: dict[int, tuple[int, int]] = {}
+def matches(llm: LLM, length: int, longest: int = 32) -> list[tuple[float, bool]]:
+    """For each token of the answers for which there is a guess: its chance, and whether it held."""
+    found, chances = [], np.zeros(1)
     params = SamplingParams(temperature=0.0, max_tokens=length)
     for task in TASKS.values():
         for text in TEXTS:
             message = {"role": "user", "content": f"{task}\n\n{text}"}
             result = llm.chat([message], params, use_tqdm=False)[0]
-            tokens = list(result.prompt_token_ids)
-            for token in result.outputs[0].token_ids:
-                matched, guesses = _guesses(tokens, longest)
-                if matched and len(set(guesses)) == 1:
-                    refused, tried = found.get(matched, (0, 0))
-                    found[matched] = refused + (guesses[0] != token), tried + 1
-                tokens.append(token)
-    return dict(sorted(found.items()))
-
-
-def _guesses(tokens: list[int], longest: int) -> tuple[int, list[int]]:
-    """How many of the last tokens recur, and what followed at each place where so many do."""
-    best, guesses = 0, []
-    for end in range(1, len(tokens)):
-        matched = 0
-        while matched < min(longest, end) and tokens[end - 1 - matched] == tokens[-1 - matched]:
-            matched += 1
-        if matched > best:
-            best, guesses = matched, []
-        if matched == best:
-            guesses.append(tokens[end])
-    return best, guesses
+            tokens = np.array(result.prompt_token_ids + result.outputs[0].token_ids, np.int32)
+            for end in range(len(result.prompt_token_ids), len(tokens)):
+                known = np.append(tokens[:end], np.int32(-1))
+                if guess(known, end, 1, longest, 1, 1.0, chances):
+                    found.append((float(chances[0]), bool(known[end] == tokens[end])))
+    return found
 
 
 def print_matches(llm: LLM, length: int) -> None:
-    print(f"{'tokens that recur':20}{'guesses':>10}{'refused':>10}{'0.55/m^0.9':>12}")
+    print(f"{'chance':14}{'guesses':>10}{'rule':>10}{'held':>10}")
     found = matches(llm, length)
-    for low, high in ((1, 1), (2, 2), (3, 3), (4, 5), (6, 8), (9, 16), (17, 31), (32, 32)):
-        within = {m: counts for m, counts in found.items() if low <= m <= high}
-        tried = sum(count for _, count in within.values())
-        if tried:
-            refused = sum(count for count, _ in within.values()) / tried
-            rule = sum(count * 0.55 / m**0.9 for m, (_, count) in within.items()) / tried
-            name = str(low) if low == high else f"{low} to {high}"
-            print(f"{name:20}{tried:10}{refused:10.1%}{rule:12.1%}")
+    bounds = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 1.0)
+    for low, high in itertools.pairwise(bounds):
+        within = [(chance, held) for chance, held in found if low <= chance < high]
+        if within:
+            rule, held = (statistics.mean(column) for column in zip(*within, strict=True))
+            print(f"{low:.2f} to {high:.2f}{len(within):12}{rule:10.1%}{held:10.1%}")
 
 
 def _ratio(plain: list[float], drafting: list[float]) -> float:

@@ -5,11 +5,14 @@ import numpy as np
 from twostroke.messages import Float64s, Int32s
 from twostroke.worker.input_rows import compiled_in
 
-# How often a guess is refused where the last m tokens recur, over answers to prompts that ask to
-# summarise, quote, correct, list or change a text or code: 0.55 / m^0.9, which
-# `benchmarks/speculative.py --matches` compares with what it finds. Where the places differ in what
-# followed, half of the guesses do not hold that else would.
-_REFUSED, _FALL, _DIFFERING = 0.55, 0.9, 0.5
+# A place's weight is _WEIGHT * m^_RISE where the last m tokens recur: what followed there holds at
+# odds of the weight to 1, and less likely where other places say otherwise. Beyond a token that
+# differs, as in an answer that changes a word of what it repeats, up to _BEYOND more count _SHARE
+# each; if that token is the last one, at least _LEAST must recur before it. With these numbers the
+# time of all steps was least, over answers to prompts that ask to summarise, quote, correct, list
+# or change a text or code; `benchmarks/speculative.py --matches` compares chances with what held.
+_WEIGHT, _RISE, _SHARE, _BEYOND, _LEAST = 0.4, 1.35, 0.15, 6, 2
+_MOST_PLACES = 64  # that are weighed: the strongest
 # A request's own refusals, against those that were expected: what was seen counts this much with
 # each step after it, and as many are taken as seen before.
 FADING, BEFORE = 0.9, 3.0
@@ -18,46 +21,85 @@ _compiled = compiled_in(__file__)
 
 
 @_compiled
-def guess(
-    tokens: Int32s, length: int, shortest: int, longest: int, most: int, chances: Float64s
-) -> int:
-    """Put up to `most` guesses behind the first `length` tokens; returns how many.
-
-    What followed the latest of the places at which the most of the last tokens occurred before, at
-    least `shortest` of them; more than `longest` count for no more. `chances[j]` becomes the chance
-    of guess j if those before it hold: the match is longer by them.
-    """
-    last = length - 1
-    best = start = 0
-    agreed = most
-    for end in range(last - 1, -1, -1):
-        matched = 0
-        while matched < min(longest, end + 1) and tokens[end - matched] == tokens[last - matched]:
-            matched += 1
-        if matched > best:
-            best, start, agreed = matched, end + 1, most
-        elif matched == best and best > 0:
-            same = 0
-            most_same = min(agreed, length - start)
-            while same < most_same and tokens[end + 1 + same] == tokens[start + same]:
-                same += 1
-            if same < most_same:
-                agreed = same
-    if best < shortest:
-        return 0
-    for j in range(most):
-        tokens[length + j] = tokens[start + j]  # beyond the last token: what was guessed just now
-        chances[j] = 1 - _REFUSED / min(best + j, longest) ** _FALL
-        if j == agreed:
-            chances[j] *= _DIFFERING
-    return most
+def _recurring(tokens: Int32s, end: int, last: int, most: int) -> int:
+    """How many tokens up to `end` are those up to `last`."""
+    count = 0
+    while count < min(most, end + 1) and tokens[end - count] == tokens[last - count]:
+        count += 1
+    return count
 
 
 @_compiled
-def _held(chance: float, refusals: Float64s) -> float:
-    """A guess's chance, by how the request's were refused against what was expected."""
-    held: float = 1 - (1 - chance) * refusals[0] / refusals[1]
-    return max(0.0, held)
+def _places(
+    tokens: Int32s, last: int, shortest: int, longest: int, ends: Int32s, recurring: Float64s
+) -> int:
+    """Where the last tokens occurred before, the latest first, and how many of them; returns how
+    many places there are: the strongest, if there is no room for all."""
+    found = weakest = 0
+    for end in range(last - 1, -1, -1):
+        same = _recurring(tokens, end, last, longest)
+        beyond = end - same - 1
+        if beyond < 0 or (same == 0 and tokens[beyond] != tokens[last - 1]):
+            before = 0
+        else:
+            before = _recurring(tokens, beyond, last - same - 1, _BEYOND)
+        if same + before < shortest or (same == 0 and before < _LEAST):
+            continue
+        count = same + _SHARE * before
+        if found < len(ends):
+            at, found = found, found + 1
+        else:
+            at = weakest
+            if count <= recurring[at]:
+                continue
+        ends[at], recurring[at] = end, count
+        if found == len(ends):
+            weakest = int(recurring.argmin())
+    return found
+
+
+@_compiled
+def guess(
+    tokens: Int32s,
+    length: int,
+    shortest: int,
+    longest: int,
+    most: int,
+    elsewhere: float,
+    chances: Float64s,
+) -> int:
+    """Put up to `most` guesses behind the first `length` tokens; returns how many.
+
+    The places at which the last tokens occurred before vote for what followed them there, and those
+    that were right vote for what follows that. At least `shortest` tokens recur; more than
+    `longest` count for no more. `chances[j]` becomes the chance of guess j if those before it hold:
+    its share of the votes, `elsewhere` being those for what no place says.
+    """
+    ends, recurring = np.empty(_MOST_PLACES, np.int32), np.empty(_MOST_PLACES)
+    weights = np.empty(_MOST_PLACES)
+    places = _places(tokens, length - 1, shortest, longest, ends, recurring)
+    if places == 0:
+        return 0
+    for made in range(most):
+        total, votes, guessed = elsewhere, 0.0, 0
+        for i in range(places):
+            weights[i] = _WEIGHT * min(recurring[i] + made, longest) ** _RISE
+            total += weights[i]
+        for i in range(places):
+            token, theirs = tokens[ends[i] + 1 + made], 0.0
+            for j in range(i, places):
+                if tokens[ends[j] + 1 + made] == token:
+                    theirs += weights[j]
+            if theirs > votes:
+                votes, guessed = theirs, token
+        tokens[length + made], chances[made] = guessed, votes / total
+        right = 0
+        for i in range(places):
+            if tokens[ends[i] + 1 + made] == guessed:
+                ends[right], recurring[right] = ends[i], recurring[i]
+                right += 1
+        places = right
+    return most
 
 
 @_compiled
@@ -86,10 +128,11 @@ def draft_rows(
         if limits[i] > 0:
             seat = seats[i]
             found[i] = guess(
-                table[seat], num_tokens[seat], shortest, longest, limits[i], chances[seat]
+                *(table[seat], num_tokens[seat], shortest, longest, limits[i]),
+                *(refusals[seat, 0] / refusals[seat, 1], chances[seat]),
             )
             num_found += found[i]
-            reach[i] = _held(chances[seat, 0], refusals[seat])
+            reach[i] = chances[seat, 0]
     order, num_taken = np.empty(num_found, np.int32), 0
     tokens = float(num_rows)
     best = tokens / costs[num_rows]
@@ -102,8 +145,7 @@ def draft_rows(
         tokens += reach[likeliest]
         counts[likeliest] += 1
         if counts[likeliest] < found[likeliest]:
-            seat = seats[likeliest]
-            reach[likeliest] *= _held(chances[seat, counts[likeliest]], refusals[seat])
+            reach[likeliest] *= chances[seats[likeliest], counts[likeliest]]
         rate = tokens / costs[num_rows + taken + 1]
         if rate > best:
             best, num_taken = rate, taken + 1

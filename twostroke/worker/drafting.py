@@ -63,11 +63,13 @@ class Drafter(Protocol):
 class NgramDrafter:
     """Prompt look-up: what followed when the request's last tokens occurred before.
 
-    Of the last `longest` tokens down to the last `shortest`, the most that occur earlier in the
-    request decide (vLLM's rule); of several places the latest does, which is right more often than
-    vLLM's first, for an answer goes on with what it has just begun to repeat. How many guesses are
-    made follows from how many tokens recurred, how the request's guesses fared and what rows cost
-    (`draft_rows`). `costs[r]` is the time of a step of r rows, up to all that there can be.
+    The places where at least `shortest` of them recur, down to a single one, vote: by how many
+    recur, up to `longest`, and by what lies beyond one token that differs. vLLM takes the first
+    place of the longest match; but a word that stands alone in one place and in another at the end
+    of a match is likelier to go on as in the latter, and an answer that changes a word of a text
+    goes on with that text. How many guesses are made follows from their chances, how the request's
+    guesses fared and what rows cost (`draft_rows`). `costs[r]` is the time of a step of r rows, up
+    to all that there can be.
     """
 
     def __init__(

@@ -19,13 +19,23 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def plain_search(tokens: list[int], shortest: int, longest: int) -> tuple[int, int]:
-    """How many of the last tokens recur, and where the latest such place ends."""
-    for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
-        for end in range(len(tokens) - 1, length - 1, -1):
-            if tokens[end - length : end] == tokens[-length:]:
-                return length, end
-    return 0, 0
+def recurring(tokens: list[int], end: int, last: int) -> int:
+    """How many tokens up to `end` are those up to `last`."""
+    count = 0
+    while count <= end and tokens[end - count] == tokens[last - count]:
+        count += 1
+    return count
+
+
+def places(tokens: list[int], shortest: int, longest: int) -> dict[int, tuple[int, int]]:
+    """By end: how many of the last tokens recur, and how many more beyond one that differs."""
+    found, last = {}, len(tokens) - 1
+    for end in range(last):
+        same = min(recurring(tokens, end, last), longest)
+        before = min(recurring(tokens, end - same - 1, last - same - 1), 6) if same <= end else 0
+        if same + before >= shortest and (same or before >= 2):
+            found[end] = same, before
+    return found
 
 
 @given(
@@ -34,22 +44,27 @@ def plain_search(tokens: list[int], shortest: int, longest: int) -> tuple[int, i
     more=st.integers(0, 4),
     most=st.integers(1, 6),
 )
-def test_the_longest_match_counts_and_of_several_the_latest(tokens, shortest, more, most):
+def test_places_vote_for_what_followed_there(tokens, shortest, more, most):
     table, chances = np.array(tokens + [-1] * most, np.int32), np.zeros(most)
-    found = guess(table, len(tokens), shortest, shortest + more, most, chances)
-    matched, end = plain_search(tokens, shortest, shortest + more)
-    assert found == (most if matched else 0)
-    if matched:
-        follows = list(tokens)
-        for j in range(most):
-            follows.append(follows[end + j])  # past the end: the guesses themselves
-        assert table.tolist() == follows
-        assert ((chances > 0) & (chances < 1)).all()
+    longest = shortest + more
+    found = guess(table, len(tokens), shortest, longest, most, 1.0, chances)
+    where = places(tokens, shortest, longest)
+    assert found == (most if where else 0)
+    guessed = table[len(tokens) :].tolist()
+    for made in range(found):
+        text, votes = tokens + guessed[:made], {}
+        for end, (same, before) in where.items():
+            weight = 0.4 * min(same + 0.15 * before + made, longest) ** 1.35
+            token = text[end + 1 + made]  # past the end: the guesses themselves
+            votes[token] = votes.get(token, 0.0) + weight
+        assert votes[guessed[made]] == pytest.approx(max(votes.values()))
+        assert chances[made] == pytest.approx(votes[guessed[made]] / (sum(votes.values()) + 1))
+        where = {end: it for end, it in where.items() if text[end + 1 + made] == guessed[made]}
 
 
-def chances_of(tokens: list[int], most: int = 2, longest: int = 8) -> list[float]:
+def chances_of(tokens: list[int], most: int = 2, longest: int = 8, elsewhere: float = 1.0):
     table, chances = np.array(tokens + [-1] * most, np.int32), np.zeros(most)
-    assert guess(table, len(tokens), 1, longest, most, chances) == most
+    assert guess(table, len(tokens), 1, longest, most, elsewhere, chances) == most
     return chances.tolist()
 
 
@@ -63,7 +78,29 @@ def test_a_guess_is_the_likelier_the_more_tokens_recur():
 def test_a_guess_is_less_likely_where_places_differ():
     agree = chances_of([8, 1, 2, 3, 9, 1, 2, 3, 7, 1])
     differ = chances_of([8, 1, 2, 4, 9, 1, 2, 3, 7, 1])
-    assert differ == [agree[0], agree[1] / 2]
+    assert differ[1] < agree[1]
+
+
+def test_a_guess_is_less_likely_where_the_requests_guesses_were_refused():
+    assert chances_of(SHORT, elsewhere=2.0) < chances_of(SHORT) < chances_of(SHORT, elsewhere=0.5)
+
+
+def test_a_text_goes_on_after_a_word_that_differs():
+    text = [1, 2, 3, 4, 5, 6, 7, 8]
+    table = np.array([*text, 1, 2, 3, 9, -1, -1], np.int32)
+    assert guess(table, 12, 1, 8, 2, 1.0, np.zeros(2)) == 2
+    assert table[12:].tolist() == [5, 6]
+    # Where the last token recurs too, what precedes the word that differs tells places apart.
+    table = np.array([*text, 9, 0, 5, 0, 0, 1, 2, 3, 9, 5, -1], np.int32)
+    assert guess(table, 18, 1, 8, 1, 1.0, np.zeros(1)) == 1
+    assert table[18] == 6
+
+
+def test_of_many_places_the_strongest_vote():
+    many = [token for other in range(10, 110) for token in (1, other)]  # more than are weighed
+    table = np.array([2, 3, 4, 5, 1, 6, *many, 2, 3, 4, 5, 1, -1], np.int32)
+    assert guess(table, len(table) - 1, 1, 8, 1, 1.0, np.zeros(1)) == 1
+    assert table[-1] == 6
 
 
 class Seated:
