@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 from numba import types
+from numba.core import cgutils
 
 from twostroke.model import compiled, vectors
 from twostroke.model.compiled import (
@@ -34,10 +35,13 @@ from twostroke.model.compiled import (
     use_kernel_cache,
     words,
 )
-from twostroke.model.vectors import LANES, Vectors
+from twostroke.model.vectors import LANES, PAIRED, Vectors
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+# Rows whose scales are all found before the first is scaled: to wait for a sum and its root, or for
+# the largest and its inverse, takes as long as a fifth of a row of 576 values.
+TOGETHER = 4
 GROUP, LEVELS_BYTES = 32, 72  # see `quantised` and `few_rows_quantised`
 _LOG2_E = np.float32(1.4426950408889634)
 # 2**x on [-0.5, 0.5], lowest power first: least relative error in float32 at degree 5 with 2**0
@@ -163,20 +167,113 @@ def silu_levels_rows(gate_up: int, x: int, out: int, first: int, last: int, widt
     levels_rows(x, out, first, last, width // GROUP)
 
 
+@in_llvm
+def _scale(
+    _context: Any,
+    h: types.Type,
+    weight: types.Type,
+    scale: types.Type,
+    x: types.Type,
+    count: types.Type,
+) -> Any:
+    """`count` times PAIRED of h * scale * weight, float32, to x, bfloat16."""
+
+    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        v, (h, weight, scale, x, count) = Vectors(builder), values
+        factor = v.splat(scale)
+        with cgutils.for_range(builder, count) as loop:
+            hs, weights = (v.moved(it, loop.index, PAIRED * 4) for it in (h, weight))
+            one, two = (
+                builder.fmul(builder.fmul(v.load(hs, i), factor), v.load(weights, i))
+                for i in range(2)
+            )
+            v.store(v.in_pairs(one, two), v.moved(x, loop.index, PAIRED * 2))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 2, types.float32, *[types.int64] * 2), generate
+
+
 @inner
 def add_norm_rows(
-    h: int, y: int, weight: int, x: int, first: int, last: int, width: int, eps: float
+    h: int,
+    y: int,
+    weight: int,
+    x: int,
+    x_row_bytes: int,
+    first: int,
+    last: int,
+    width: int,
+    eps: float,
 ) -> None:
     """h += y, then x = RMS norm of h times weight.
 
     h and weight are float32, y and x bfloat16, all of `width` values a row; y 0: nothing to add.
     """
-    w = floats(weight, width)
-    for row in range(first, last):
-        hs, xs = floats(h + row * width * 4, width), halves(x + row * width * 2, width)
-        scale = add_row(hs, y + row * width * 2 if y else 0, width, eps)
-        for i in range(width):
-            xs[i] = to_bf16(hs[i] * scale * w[i])
+    scales, whole = np.empty(TOGETHER, np.float32), width // PAIRED * PAIRED
+    for start in range(first, last, TOGETHER):
+        end = min(start + TOGETHER, last)
+        for row in range(start, end):
+            hs = floats(h + row * width * 4, width)
+            scales[row - start] = add_row(hs, y + row * width * 2 if y else 0, width, eps)
+        for row in range(start, end):
+            scale, source, target = scales[row - start], h + row * width * 4, x + row * x_row_bytes
+            _scale(source, weight, scale, target, whole // PAIRED)
+            hs, ws, xs = floats(source, width), floats(weight, width), halves(target, width)
+            for i in range(whole, width):
+                xs[i] = to_bf16(hs[i] * scale * ws[i])
+
+
+@in_llvm
+def _rotate(
+    _context: Any,
+    head: types.Type,
+    heads: types.Type,
+    pairs: types.Type,
+    cos: types.Type,
+    sin: types.Type,
+) -> Any:
+    """The whole vectors of `rotate_rows` of so many heads."""
+
+    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        v, b, (head, heads, pairs, cos, sin) = Vectors(builder), builder, values
+        count = b.udiv(pairs, pairs.type(LANES))
+        with cgutils.for_range(b, heads) as rows, cgutils.for_range(b, count) as loop:
+            start = v.moved(head, b.mul(rows.index, pairs), 4)
+            here, cosines, sines = (v.moved(it, loop.index, LANES * 4) for it in (start, cos, sin))
+            c, s = v.load(cosines), v.load(sines)
+            x, y = v.apart(v.load_words(here))
+            first = b.fsub(b.fmul(x, c), b.fmul(y, s))
+            second = b.fadd(b.fmul(x, s), b.fmul(y, c))
+            v.store(v.paired(first, second), here)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+@inner
+def _rotate_rest(head: int, heads: int, pairs: int, cos: int, sin: int) -> None:
+    """What `_rotate` leaves."""
+    c, s = floats(cos, pairs), floats(sin, pairs)
+    for number in range(heads):
+        both = words(head + number * pairs * 4, pairs)
+        for i in range(pairs // LANES * LANES, pairs):
+            x, y = float_of(both[i] << _HALF), float_of(both[i] & _UPPER)
+            low = np.int32(to_bf16(x * c[i] - y * s[i]))
+            both[i] = low | (np.int32(to_bf16(x * s[i] + y * c[i])) << _HALF)
+
+
+@inner
+def _norm_heads(row: int, head_norm: int, heads: int, head_dim: int, eps: float) -> None:
+    for head in range(heads):
+        at = halves(row + head * head_dim * 2, head_dim)
+        weight = halves(head_norm + head * head_dim * 2, head_dim)
+        total = np.float32(0.0)
+        for i in range(head_dim):
+            total += from_bf16(at[i]) * from_bf16(at[i])
+        scale = _inverse_norm(total, head_dim, eps)
+        for i in range(head_dim):
+            normed = from_bf16(to_bf16(from_bf16(at[i]) * scale))
+            at[i] = to_bf16(normed * from_bf16(weight[i]))
 
 
 @inner
@@ -198,24 +295,12 @@ def rotate_rows(
     """
     pairs = head_dim // 2
     for row in range(first, last):
-        cos = floats(rotations + row * head_dim * 4, pairs)
-        sin = floats(rotations + row * head_dim * 4 + pairs * 4, pairs)
-        for head in range(heads):
-            at = halves(qkv + (row * all_heads + head) * head_dim * 2, head_dim)
-            if head_norm:
-                weight = halves(head_norm + head * head_dim * 2, head_dim)
-                total = np.float32(0.0)
-                for i in range(head_dim):
-                    total += from_bf16(at[i]) * from_bf16(at[i])
-                scale = _inverse_norm(total, head_dim, eps)
-                for i in range(head_dim):
-                    normed = from_bf16(to_bf16(from_bf16(at[i]) * scale))
-                    at[i] = to_bf16(normed * from_bf16(weight[i]))
-            both = words(qkv + (row * all_heads + head) * head_dim * 2, pairs)
-            for i in range(pairs):
-                a, b = float_of(both[i] << _HALF), float_of(both[i] & _UPPER)
-                low = np.int32(to_bf16(a * cos[i] - b * sin[i]))
-                both[i] = low | (np.int32(to_bf16(a * sin[i] + b * cos[i])) << _HALF)
+        at, cos = qkv + row * all_heads * head_dim * 2, rotations + row * head_dim * 4
+        if head_norm:
+            _norm_heads(at, head_norm, heads, head_dim, eps)
+        _rotate(at, heads, pairs, cos, cos + pairs * 4)
+        if pairs % LANES:
+            _rotate_rest(at, heads, pairs, cos, cos + pairs * 4)
 
 
 @inner
@@ -225,50 +310,48 @@ def copy_halves(source: int, target: int, count: int) -> None:
         copies[i] = values[i]
 
 
-@inner
-def copy_floats(source: int, target: int, count: int) -> None:
-    values, copies = floats(source, count), floats(target, count)
-    for i in range(count):
-        copies[i] = values[i]
-
-
 @in_llvm
-def _silu_multiply_vector(_context: Any, gate: types.Type, up: types.Type, out: types.Type) -> Any:
-    """LANES of `silu_multiply_rows`."""
+def _silu_multiply(
+    _context: Any, gate: types.Type, up: types.Type, out: types.Type, count: types.Type
+) -> Any:
+    """`count` times PAIRED of `silu_multiply_rows`."""
 
     def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        v, (gate, up, out) = Vectors(builder), values
-        v.store_halves(builder.fmul(v.silu(v.load_halves(gate)), v.load_halves(up)), out)
+        v, (gate, up, out, count) = Vectors(builder), values
+        with cgutils.for_range(builder, count) as loop:
+            gates, ups, here = (v.moved(it, loop.index, PAIRED * 2) for it in (gate, up, out))
+            v.store(v.silu_multiply(v.load_words(gates), v.load_words(ups)), here)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 3), generate
+    return types.void(*[types.int64] * 4), generate
 
 
 @inner
-def _silu_multiply_rest(scratch: Any, gate: int, up: int, out: int, count: int) -> None:
-    """Fewer than LANES values, by way of `scratch`, which has room for three vectors."""
-    here = scratch.ctypes.data
-    copy_halves(gate, here, count)
-    copy_halves(up, here + LANES * 2, count)
-    _silu_multiply_vector(here, here + LANES * 2, here + LANES * 4)
-    copy_halves(here + LANES * 4, out, count)
-
-
-@inner
-def silu_multiply_rows(gate_up: int, out: int, first: int, last: int, width: int) -> None:
+def silu_multiply_rows(
+    gate_up: int, out: int, out_row_bytes: int, first: int, last: int, width: int
+) -> None:
     """out = SiLU(gate) * up; gate_up is bfloat16 [rows, 2 * width], out [rows, width].
 
     torch rounds SiLU(gate) to bfloat16 too; here only the product is.
     """
-    scratch, whole = np.zeros(3 * LANES, np.uint16), width // LANES * LANES
+    scratch, whole = np.zeros((3, PAIRED), np.uint16), width // PAIRED * PAIRED
     for row in range(first, last):
-        gate, target = gate_up + row * width * 4, out + row * width * 2
+        gate, target = gate_up + row * width * 4, out + row * out_row_bytes
         up = gate + width * 2
-        for i in range(0, whole, LANES):
-            _silu_multiply_vector(gate + i * 2, up + i * 2, target + i * 2)
+        _silu_multiply(gate, up, target, whole // PAIRED)
         if whole < width:
-            rest = whole * 2
-            _silu_multiply_rest(scratch, gate + rest, up + rest, target + rest, width - whole)
+            _silu_multiply_rest(scratch, gate, up, target, whole, width)
+
+
+@inner
+def _silu_multiply_rest(scratch: Any, gate: int, up: int, out: int, first: int, last: int) -> None:
+    """Fewer values than PAIRED, by way of `scratch`."""
+    here, count = scratch.ctypes.data, last - first
+    there, target = here + PAIRED * 2, here + PAIRED * 4
+    copy_halves(gate + first * 2, here, count)
+    copy_halves(up + first * 2, there, count)
+    _silu_multiply(here, there, target, 1)
+    copy_halves(target, out + first * 2, count)
 
 
 # ---------------------------------------------------------------- C functions
@@ -291,20 +374,21 @@ def share_of(a: Any) -> tuple[int, int]:
 def _add_norm(arguments: Any) -> None:
     a = numba.carray(arguments, NUM_ARGUMENTS)
     first, last = share_of(a)
-    add_norm_rows(a[3], a[4], a[5], a[6], first, last, a[7], float_of(np.int32(a[8])))
+    eps = float_of(np.int32(a[8]))
+    add_norm_rows(a[3], a[4], a[5], a[6], a[7] * 2, first, last, a[7], eps)
 
 
-def _rotate(arguments: Any) -> None:
+def _rotate_c(arguments: Any) -> None:
     a = numba.carray(arguments, NUM_ARGUMENTS)
     first, last = share_of(a)
     eps = float_of(np.int32(a[9]))
     rotate_rows(a[3], a[4], a[5], first, last, a[6], a[7], a[8], eps)
 
 
-def _silu_multiply(arguments: Any) -> None:
+def _silu_multiply_c(arguments: Any) -> None:
     a = numba.carray(arguments, NUM_ARGUMENTS)
     first, last = share_of(a)
-    silu_multiply_rows(a[3], a[4], first, last, a[5])
+    silu_multiply_rows(a[3], a[4], a[5] * 2, first, last, a[5])
 
 
 def _levels(arguments: Any) -> None:
@@ -333,8 +417,8 @@ def _silu_levels(arguments: Any) -> None:
 
 _FUNCTIONS = {
     "add_norm": _add_norm,
-    "rotate": _rotate,
-    "silu_multiply": _silu_multiply,
+    "rotate": _rotate_c,
+    "silu_multiply": _silu_multiply_c,
     "levels": _levels,
     "norm_levels": _norm_levels,
     "silu_levels": _silu_levels,

@@ -6,163 +6,128 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
+from numba.core import cgutils
 
 from twostroke.model import compiled, elementwise_kernels, int8_rows, vectors
 from twostroke.model.compiled import (
     address_of,
-    bits_of,
     float_of,
     floats,
     in_llvm,
     inner,
-    int8s,
     use_kernel_cache,
     words,
 )
 from twostroke.model.elementwise_kernels import (
     NUM_ARGUMENTS,
-    add_row,
-    copy_floats,
+    TOGETHER,
+    add_norm_rows,
     copy_halves,
     share_of,
+    silu_multiply_rows,
 )
 from twostroke.model.int8_rows import TURNED
 from twostroke.model.vectors import LANES, Vectors
 
 padded, row_bytes = inner(int8_rows.padded), inner(int8_rows.row_bytes)
-_VECTORS = TURNED // LANES
+_LINE = 32  # bfloat16 in a cache line
 _LARGEST = np.float32(127.0)
 _SMALLEST = np.float32(1e-30)  # whose inverse, times _LARGEST, is still a number
-_MAGIC = np.float32(12582912.0)  # adding 1.5 * 2**23 rounds to an integer, in the low bits
-_MAGIC_BITS = np.int32(0x4B400000)
 
 
 @in_llvm
-def _turn(_context: Any, x: types.Type, largest: types.Type) -> Any:
-    """The 64 float32 at x times the Hadamard matrix, in place, not yet divided by 8; their bits
-    without signs go to `largest`, 16 lanes of int32, where they are above what is there."""
+def _turn(_context: Any, x: types.Type, out: types.Type, blocks: types.Type) -> Any:
+    """Blocks of 64 bfloat16 times the Hadamard matrix, not yet divided by 8, to `out`: float32, in
+    the order of `Vectors.hadamard`.
 
-    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        v, (x, largest) = Vectors(builder), values
-        top = v.load_words(largest)
-        for i, turned in enumerate(v.hadamard([v.load(x, i) for i in range(_VECTORS)])):
-            v.store(turned, x, i)
-            top = v.largest(v.magnitudes(turned), top)
-        v.store(top, largest)
-        return context.get_dummy_value()
+    Returns the bits of the largest without signs: their order is that of the numbers, with infinity
+    and NaN above all, so that a row's scale, and all results, show these.
+    """
 
-    return types.void(types.int64, types.int64), generate
+    def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        v, (x, out, blocks) = Vectors(builder), values
+        largest = cgutils.alloca_once_value(builder, v.words(0))
+        with cgutils.for_range(builder, blocks) as loop:
+            source = v.moved(x, loop.index, TURNED * 2)
+            target = v.moved(out, loop.index, TURNED * 4)
+            top = builder.load(largest)
+            turned = v.hadamard([v.load_words(source, i) for i in range(2)])
+            for i, row in enumerate(turned):
+                v.store(row, target, i)
+                top = v.largest(v.magnitudes(row), top)
+            builder.store(top, largest)
+        return v.largest_lane(builder.load(largest))
 
-
-@in_llvm
-def _widen(_context: Any, x: types.Type, out: types.Type) -> Any:
-    """64 bfloat16 as float32."""
-
-    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        v, (x, out) = Vectors(builder), values
-        for i in range(_VECTORS):
-            v.store(v.load_halves(x, i), out, i)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    return types.int32(*[types.int64] * 3), generate
 
 
 @in_llvm
-def _scale(
-    _context: Any, h: types.Type, weight: types.Type, scale: types.Type, out: types.Type
+def _round(
+    _context: Any, turned: types.Type, scale: types.Type, out: types.Type, blocks: types.Type
 ) -> Any:
-    """h * scale * weight, 64 float32, rounded to bfloat16."""
+    """What `_turn` wrote times `scale`, as bytes in the order of x; returns their sum."""
 
-    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        v, (h, weight, scale, out) = Vectors(builder), values
-        factor = v.splat(scale)
-        for i in range(_VECTORS):
-            scaled = builder.fmul(builder.fmul(v.load(h, i), factor), v.load(weight, i))
-            v.store(v.rounded(scaled), out, i)
-        return context.get_dummy_value()
+    def generate(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        v, (turned, scale, out, blocks) = Vectors(builder), values
+        factor, ones = v.splat(scale), v.words(0x01010101)
+        total = cgutils.alloca_once_value(builder, v.words(0))
+        with cgutils.for_range(builder, blocks) as loop:
+            source = v.moved(turned, loop.index, TURNED * 4)
+            rows = [builder.fmul(v.load(source, i), factor) for i in range(TURNED // LANES)]
+            rounded = v.in_bytes([v.nearest(row) for row in rows])
+            v.store(rounded, v.moved(out, loop.index, TURNED))
+            builder.store(v.dot_bytes(builder.load(total), ones, rounded), total)
+        return v.sum_of_lanes(builder.load(total))
 
-    return types.void(types.int64, types.int64, types.float32, types.int64), generate
-
-
-@in_llvm
-def _silu_multiply(_context: Any, gate: types.Type, up: types.Type, out: types.Type) -> Any:
-    """`silu_multiply_rows` of 64 bfloat16 each, as float32."""
-
-    def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        v, (gate, up, out) = Vectors(builder), values
-        for i in range(_VECTORS):
-            product = builder.fmul(v.silu(v.load_halves(gate, i)), v.load_halves(up, i))
-            v.store(v.rounded(product), out, i)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), generate
+    return types.int32(types.int64, types.float32, types.int64, types.int64), generate
 
 
 @inner
 def _scratch_of(width: int) -> Any:
-    """For a row of x, the largest in each lane, and two blocks, zeroed: the last of what x is made
-    of, where that is not whole. And room to begin with a cache line: `_aligned`."""
-    return np.zeros(LANES + padded(width) + LANES + 2 * TURNED, np.float32)
+    """For some rows: x, in bfloat16 and filled up with zeros, and x turned, in float32. And room to
+    begin with a cache line: `_aligned`."""
+    return np.zeros(TOGETHER * padded(width) * 3 + _LINE, np.uint16)
 
 
 @inner
-def _aligned(address: int) -> int:
+def _aligned(scratch: Any) -> int:
     """Vectors that lie in two cache lines take twice as long to write."""
+    address: int = scratch.ctypes.data
     return -(-address // 64) * 64
 
 
 @inner
-def _end_row(scratch: Any, width: int, out: int) -> None:
-    """Turn the row, and write it. (Given the array: numba frees one after its last use, and that it
-    is used by its address numba does not see.)"""
-    here = _aligned(scratch.ctypes.data)
-    largest = here + padded(width) * 4
-    for i in range(0, padded(width), TURNED):
-        _turn(here + i * 4, largest)
-    _to_bytes(here, width, out)
+def _turn_rows(scratch: Any, x: int, out: int, count: int, width: int) -> None:
+    """Up to TOGETHER rows of x, `padded(width)` bfloat16 each, to rows of 8 bits.
 
-
-@inner
-def _to_bytes(scratch: int, width: int, out: int) -> None:
-    """A turned row to a row of bytes.
-
-    The largest of a row is found among the bits, whose order is that of positive numbers: it takes
-    NaN and infinity for the largest, so that the row's scale, and all results, show them.
+    (Given the array: numba frees one after its last use, and that it is used by its address numba
+    does not see.)
     """
-    end = padded(width)
-    turned, tops = floats(scratch, end), words(scratch + end * 4, LANES)
-    largest = np.int32(0)
-    for i in range(LANES):
-        largest = max(largest, tops[i])
-        tops[i] = np.int32(0)
-    top = float_of(largest)
-    scale = np.float32(0.0)
-    if top > _SMALLEST:
-        scale = _LARGEST / top
-    rounded = int8s(out, end)
-    total = np.int32(0)
-    for i in range(end):
-        n = bits_of(turned[i] * scale + _MAGIC) - _MAGIC_BITS
-        rounded[i] = np.int8(n)
-        total += n
-    floats(out + end, 1)[0] = top / (np.float32(8.0) * _LARGEST)
-    words(out + end + 4, 1)[0] = total
+    end, bits = padded(width), np.empty(TOGETHER, np.int32)
+    turned = _aligned(scratch) + TOGETHER * end * 2
+    for i in range(count):
+        bits[i] = _turn(x + i * end * 2, turned + i * end * 4, end // TURNED)
+    for i in range(count):
+        top, scale, target = float_of(bits[i]), np.float32(0.0), out + i * row_bytes(width)
+        if top > _SMALLEST:
+            scale = _LARGEST / top
+        total = _round(turned + i * end * 4, scale, target, end // TURNED)
+        floats(target + end, 1)[0] = top / (np.float32(8.0) * _LARGEST)
+        words(target + end + 4, 1)[0] = total
 
 
 @inner
 def turned_bytes_rows(x: int, out: int, first: int, last: int, width: int) -> None:
     """x, bfloat16 [rows, width] -> rows of 8 bits."""
     scratch = _scratch_of(width)
-    here, whole = _aligned(scratch.ctypes.data), width // TURNED * TURNED
-    block = here + (padded(width) + LANES) * 4
-    for row in range(first, last):
-        values = x + row * width * 2
-        for i in range(0, whole, TURNED):
-            _widen(values + i * 2, here + i * 4)
-        if whole < width:
-            copy_halves(values + whole * 2, block, width - whole)
-            _widen(block, here + whole * 4)
-        _end_row(scratch, width, out + row * row_bytes(width))
+    here = _aligned(scratch)
+    for row in range(first, last, TOGETHER):
+        count, source = min(TOGETHER, last - row), x + row * width * 2
+        if width != padded(width):
+            for i in range(count):
+                copy_halves(source + i * width * 2, here + i * padded(width) * 2, width)
+            source = here
+        _turn_rows(scratch, source, out + row * row_bytes(width), count, width)
 
 
 @inner
@@ -171,39 +136,23 @@ def norm_bytes_rows(
 ) -> None:
     """`add_norm_rows`, and its result as rows of 8 bits."""
     scratch = _scratch_of(width)
-    here, whole = _aligned(scratch.ctypes.data), width // TURNED * TURNED
-    block = here + (padded(width) + LANES) * 4
-    last_weights = block + TURNED * 4
-    copy_floats(weight + whole * 4, last_weights, width - whole)
-    for row in range(first, last):
-        values = h + row * width * 4
-        hs = floats(values, width)
-        scale = add_row(hs, y + row * width * 2 if y else 0, width, eps)
-        for i in range(0, whole, TURNED):
-            _scale(values + i * 4, weight + i * 4, scale, here + i * 4)
-        if whole < width:
-            copy_floats(values + whole * 4, block, width - whole)
-            _scale(block, last_weights, scale, here + whole * 4)
-        _end_row(scratch, width, out + row * row_bytes(width))
+    here = _aligned(scratch)
+    for row in range(first, last, TOGETHER):
+        count, source = min(TOGETHER, last - row), h + row * width * 4
+        added = y + row * width * 2 if y else 0
+        add_norm_rows(source, added, weight, here, padded(width) * 2, 0, count, width, eps)
+        _turn_rows(scratch, here, out + row * row_bytes(width), count, width)
 
 
 @inner
 def silu_bytes_rows(gate_up: int, out: int, first: int, last: int, width: int) -> None:
     """`silu_multiply_rows`, and its result as rows of 8 bits."""
     scratch = _scratch_of(width)
-    here, whole = _aligned(scratch.ctypes.data), width // TURNED * TURNED
-    block = here + (padded(width) + LANES) * 4
-    last_up = block + TURNED * 4
-    for row in range(first, last):
-        gate = gate_up + row * width * 4
-        up = gate + width * 2
-        for i in range(0, whole, TURNED):
-            _silu_multiply(gate + i * 2, up + i * 2, here + i * 4)
-        if whole < width:
-            copy_halves(gate + whole * 2, block, width - whole)
-            copy_halves(up + whole * 2, last_up, width - whole)
-            _silu_multiply(block, last_up, here + whole * 4)
-        _end_row(scratch, width, out + row * row_bytes(width))
+    here = _aligned(scratch)
+    for row in range(first, last, TOGETHER):
+        count, source = min(TOGETHER, last - row), gate_up + row * width * 4
+        silu_multiply_rows(source, here, padded(width) * 2, 0, count, width)
+        _turn_rows(scratch, here, out + row * row_bytes(width), count, width)
 
 
 def _turned_bytes(arguments: Any) -> None:
