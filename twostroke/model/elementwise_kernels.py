@@ -175,14 +175,22 @@ def _scale(
     scale: types.Type,
     x: types.Type,
     count: types.Type,
+    next_h: types.Type,
+    next_y: types.Type,
 ) -> Any:
-    """`count` times PAIRED of h * scale * weight, float32, to x, bfloat16."""
+    """`count` times PAIRED of h * scale * weight, float32, to x, bfloat16; and ask the memory for
+    as many values of h and of y, which are needed next."""
 
     def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        v, (h, weight, scale, x, count) = Vectors(builder), values
+        v, (h, weight, scale, x, count, next_h, next_y) = Vectors(builder), values
         factor = v.splat(scale)
         with cgutils.for_range(builder, count) as loop:
-            hs, weights = (v.moved(it, loop.index, PAIRED * 4) for it in (h, weight))
+            hs, weights, ahead = (
+                v.moved(it, loop.index, PAIRED * 4) for it in (h, weight, next_h)
+            )
+            for i in range(2):
+                v.prefetch(ahead, i)
+            v.prefetch(v.moved(next_y, loop.index, PAIRED * 2))
             one, two = (
                 builder.fmul(builder.fmul(v.load(hs, i), factor), v.load(weights, i))
                 for i in range(2)
@@ -190,7 +198,7 @@ def _scale(
             v.store(v.in_pairs(one, two), v.moved(x, loop.index, PAIRED * 2))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 2, types.float32, *[types.int64] * 2), generate
+    return types.void(*[types.int64] * 2, types.float32, *[types.int64] * 4), generate
 
 
 @inner
@@ -217,7 +225,9 @@ def add_norm_rows(
             scales[row - start] = add_row(hs, y + row * width * 2 if y else 0, width, eps)
         for row in range(start, end):
             scale, source, target = scales[row - start], h + row * width * 4, x + row * x_row_bytes
-            _scale(source, weight, scale, target, whole // PAIRED)
+            next_h = source + TOGETHER * width * 4
+            next_y = y + (row + TOGETHER) * width * 2 if y else next_h
+            _scale(source, weight, scale, target, whole // PAIRED, next_h, next_y)
             hs, ws, xs = floats(source, width), floats(weight, width), halves(target, width)
             for i in range(whole, width):
                 xs[i] = to_bf16(hs[i] * scale * ws[i])

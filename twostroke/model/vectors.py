@@ -66,6 +66,14 @@ class Vectors:
     def store(self, value: Value, address: Value, number: int = 0) -> None:
         self.builder.store(value, self._pointer(address, number, value.type), align=2)
 
+    def prefetch(self, address: Value, line: int = 0) -> None:
+        """Ask for a cache line that will be read, where there is one."""
+        i8, void = ir.IntType(8), ir.VoidType()
+        pointer = self.builder.inttoptr(address, i8.as_pointer())
+        here = self.builder.gep(pointer, [ir.Constant(_I32, 64 * line)])
+        read, near, data = (ir.Constant(_I32, number) for number in (0, 3, 1))
+        self._call("llvm.prefetch.p0i8", void, here, read, near, data)
+
     def _load(self, address: Value, number: int, kind: Value, align: int) -> Value:
         return self.builder.load(self._pointer(address, number, kind), align=align)
 
