@@ -185,9 +185,7 @@ def _scale(
         v, (h, weight, scale, x, count, next_h, next_y) = Vectors(builder), values
         factor = v.splat(scale)
         with cgutils.for_range(builder, count) as loop:
-            hs, weights, ahead = (
-                v.moved(it, loop.index, PAIRED * 4) for it in (h, weight, next_h)
-            )
+            hs, weights, ahead = (v.moved(it, loop.index, PAIRED * 4) for it in (h, weight, next_h))
             for i in range(2):
                 v.prefetch(ahead, i)
             v.prefetch(v.moved(next_y, loop.index, PAIRED * 2))
