@@ -7,7 +7,8 @@ they get, and reads the memory of all its processes as often as it can, from bef
 loaded to the end. Memory is what /proc/PID/smaps says: what is a process's own (PSS, but for the
 pages of files), and the pages of files that are mapped, code above all, each file once however many
 processes map it. The system can take the latter back at any time, and shares them with whoever else
-runs the same torch. Of the KV pool only the pages that were written to are there.
+runs the same torch. Of the KV pool only the pages that were written to are there, and 64 MiB that
+are written next (`worker/pages.py`).
 
 "Weights" is what the start-up block calls so: all forms in which they are kept. `VmHWM` is the
 system's own record of a process's highest RSS: its own memory with the KV and the files.

@@ -19,8 +19,9 @@ COLOURS = {"plan": "#2a78b5", "finish": "#5aa469", "wait": "#e8e8e8", "step": "#
 LEFT, GAP = 76, 14
 
 
-def load(path: Path) -> dict[str, list[tuple[float, float, str]]]:
-    """Spans of the engine by track, in ms since the first one: (start, end, name)."""
+def load(path: Path, zero_us: float | None = None) -> dict[str, list[tuple[float, float, str]]]:
+    """Spans of the engine by track, in ms since `zero_us` (default: the first one): (start, end,
+    name)."""
     everything = json.loads(path.read_text())
     engine = min(
         event["pid"]
@@ -30,10 +31,11 @@ def load(path: Path) -> dict[str, list[tuple[float, float, str]]]:
     events = [event for event in everything if event["pid"] == engine]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans: dict[str, list[tuple[float, float, str]]] = {track: [] for track in TRACKS}
-    first = min(e["ts"] for e in events if e["ph"] == "X")
+    if zero_us is None:
+        zero_us = min(e["ts"] for e in events if e["ph"] == "X")
     for event in events:
         if event["ph"] == "X":
-            start = (event["ts"] - first) / 1e3
+            start = (event["ts"] - zero_us) / 1e3
             track = names[event["pid"], event["tid"]]
             spans.setdefault(track, []).append((start, start + event["dur"] / 1e3, event["name"]))
     return {track: sorted(found) for track, found in spans.items()}

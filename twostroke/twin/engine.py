@@ -15,7 +15,7 @@ once, and they are taken together when the last of them is over, or before, when
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -112,8 +112,7 @@ class TwinEngine:
     def _disturb(self, now: float, *, at_once: bool) -> bool:
         if self._ends is not None:
             # Turns that have ended by now; the next one is under way and runs to its end.
-            side: Literal["left", "right"] = "left" if self._plans_late else "right"
-            turns = int(self._ends[: self._turns].searchsorted(now, side=side))
+            turns = int(self._ends[: self._turns].searchsorted(now, side="right"))
             if at_once or self._plans_late:
                 # What has come counts before the tokens of the step under way do, or is in the plan
                 # that is made at its end.
