@@ -198,4 +198,4 @@ def _load_weights(rows: int) -> list[str]:
             f"%weight_p{v} = getelementptr i8, ptr %weight_p, i64 {64 * v}",
             f"%weight{v} = load <32 x bfloat>, ptr %weight_p{v}, align 2",
         ]
-    return lines + prefetch_for_step("pair", "weight_p", rows)
+    return lines + prefetch_for_step("pair")

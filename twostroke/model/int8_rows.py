@@ -193,7 +193,7 @@ def _tile(rows: int) -> str:
             f"%values_p{v} = getelementptr i8, ptr %four_p, i64 {64 * v}",
             f"%values{v} = load <16 x i32>, ptr %values_p{v}, align 4",
         ]
-    lines += prefetch_for_step("four", "four_p", rows)
+    lines += prefetch_for_step("four")
     for r in range(rows):
         lines += [
             f"%n_p{r} = getelementptr i32, ptr %x_of{r}, i64 %four",

@@ -186,7 +186,7 @@ PREFETCH = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
 VPDPBUSD = "declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <16 x i32>, <16 x i32>)"
 TILE_ARGUMENTS = (
     *("weight", "next_weight", "bias", "x", "x_row_bytes", "y", "y_row_bytes", "result"),
-    *("row", "first", "second", "asked", "asked_shift"),
+    *("row", "first", "second", "asked", "asked_shift", "rest"),
 )
 
 
@@ -240,32 +240,20 @@ def prefetch(name: str, pointer: str, offset: int, ahead: int = _PREFETCH_BYTES)
     ]
 
 
-def _bytes_ahead(rows: int) -> int:
-    """How far ahead a step of so many rows asks the memory.
-
-    One that takes less time than its reading waits anyway, and asking far ahead takes from what it
-    waits for; a longer one need not wait (6 rows of 576 bfloat16: 184 to 136 us for 3,072 outputs,
-    one thread; but 4 rows 130 to 175 us).
-    """
-    return _FULL_TILE_BYTES if rows == MAX_TILE_ROWS else _PREFETCH_BYTES
-
-
-def prefetch_for_step(step: str, pointer: str, rows: int) -> list[str]:
-    """Where a step of `rows` rows reads the 256 bytes at `pointer`: ask for as many, further on.
-
-    Between many rows and the next block there is time. Each of the block's first _ASKING tiles asks
-    for its part of that, a line a step: all at once would take what reads the block itself needs.
-    """
+def prefetch_for_step(step: str) -> list[str]:
+    """Ask the memory for as many bytes as a step reads, 256: a line after `asked`, where steps are
+    2 ** `asked_shift` bytes apart, and three after `rest`."""
+    lines = []
+    for base, shift in (("asked", "%asked_shift"), ("rest", "8")):
+        lines += [
+            f"%{base}_offset = shl i64 %{step}, {shift}",
+            f"%{base}_at = add i64 %{base}, %{base}_offset",
+            f"%{base}_p = inttoptr i64 %{base}_at to ptr",
+        ]
     return [
-        f"%asked_offset = shl i64 %{step}, %asked_shift",
-        "%asked_at = add i64 %asked, %asked_offset",
-        "%asked_p = inttoptr i64 %asked_at to ptr",
+        *lines,
         *prefetch("ahead0", "asked_p", 0, 0),
-        *(
-            line
-            for v in range(1, VECTORS)
-            for line in prefetch(f"ahead{v}", pointer, 64 * v, _bytes_ahead(rows))
-        ),
+        *(line for v in range(1, VECTORS) for line in prefetch(f"ahead{v}", "rest_p", 64 * v, 0)),
     ]
 
 
@@ -376,7 +364,7 @@ def _main(max_rows: int) -> str:
     arguments = (
         "i64 %block_weight, i64 %next_weight, i64 %block_bias, i64 %tile_x, i64 %x_row_bytes, "
         "i64 %tile_y, i64 %y_row_bytes, i64 %result, i64 %row, i64 %first, i64 %second, "
-        "i64 %asked, i64 %asked_shift"
+        "i64 %asked, i64 %asked_shift, i64 %rest"
     )
     calls = "\n".join(
         f"rows{n}:\ncall void @tile{n}({arguments})\nbr label %tile_done" for n in tiles
@@ -467,7 +455,10 @@ tile:
 %is_full = icmp eq i64 %count, {MAX_TILE_ROWS}
 %bytes_ahead = select i1 %is_full, i64 {_FULL_TILE_BYTES}, i64 {_PREFETCH_BYTES}
 %near = add i64 %block_weight, %bytes_ahead
-%asked = select i1 %asks, i64 %next_part, i64 %near
+%is_first = icmp eq i64 %rows_before, 0
+%is_here = or i1 %are_many, %is_first
+%rest = select i1 %is_here, i64 %near, i64 %next_weight
+%asked = select i1 %asks, i64 %next_part, i64 %rest
 %asked_shift = select i1 %asks, i64 6, i64 8
 switch i64 %count, label %tile_done [ {cases} ]
 {calls}
