@@ -180,7 +180,10 @@ def _use_object_cache(engine: Any, key: str) -> None:
 # Into L2, for L1 has no room. How far ahead, where a kernel does not say.
 _PREFETCH_BYTES, _PREFETCH_INTO_L2 = 2048, 2
 _FULL_TILE_BYTES = 8192  # the same for MAX_TILE_ROWS rows, whose steps are as long as reading them
-_ASKING = VECTORS  # tiles whose steps, of as many lines each, add up to a block's lines
+# Tiles whose steps, of as many lines each, add up to a block's lines. Where there are so many, their
+# rows are nearly as many each: a tile of one row takes as long as one of three. (Of fewer tiles the
+# first had better be full, for it waits for the memory.)
+_ASKING = VECTORS
 _BEGIN_BYTES = 10240  # of its first block that a thread asks for before it begins
 PREFETCH = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
 VPDPBUSD = "declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <16 x i32>, <16 x i32>)"
@@ -450,8 +453,14 @@ tile:
 %asked_before = udiv i64 %part, {asking_rows}
 %next_part = add i64 %next_weight, %asked_before
 %left = sub i64 %end_row, %row
+%left_and_more = add i64 %left, {max_rows - 1}
+%tiles_left = udiv i64 %left_and_more, {max_rows}
+%left_and_tiles = add i64 %left, %tiles_left
+%left_to_share = sub i64 %left_and_tiles, 1
+%even_count = udiv i64 %left_to_share, %tiles_left
 %many = icmp sgt i64 %left, {max_rows}
-%count = select i1 %many, i64 {max_rows}, i64 %left
+%full_count = select i1 %many, i64 {max_rows}, i64 %left
+%count = select i1 %are_many, i64 %even_count, i64 %full_count
 %is_full = icmp eq i64 %count, {MAX_TILE_ROWS}
 %bytes_ahead = select i1 %is_full, i64 {_FULL_TILE_BYTES}, i64 {_PREFETCH_BYTES}
 %near = add i64 %block_weight, %bytes_ahead
