@@ -265,7 +265,7 @@ def _load_values(quad: int, bits: int, together: int) -> list[str]:
         lines += [
             f"%bytes_p{n} = getelementptr i8, ptr %values_here, i64 {offset}",
             f"%bytes{n} = load <32 x i16>, ptr %bytes_p{n}, align 2",
-            *prefetch(f"bytes_ahead{n}", "values_ahead", offset, 0),
+            *prefetch(f"bytes_ahead{n}", "values_ahead", offset),
         ]
         lower = f"%bytes{n}"
         if bits == 4:
@@ -303,7 +303,7 @@ def _load_numbers(bits: int, has_minima: bool, together: int) -> list[str]:
                 f"%{kind}_p{v} = getelementptr i8, ptr %numbers_here, i64 {offset}",
                 f"%{kind}_h{v} = load <16 x half>, ptr %{kind}_p{v}, align 2",
                 f"%{kind}{v} = fpext <16 x half> %{kind}_h{v} to <16 x float>",
-                *prefetch(f"{kind}_ahead{v}", "numbers_ahead", offset, 0),
+                *prefetch(f"{kind}_ahead{v}", "numbers_ahead", offset),
             ]
     return lines
 
