@@ -214,6 +214,8 @@ class CoreProcess:
     def _extend_last(self) -> None:
         """Somebody has come: into the plan that waits for its turn, if one does."""
         assert self.extending is not None
+        if self.inbox.empty():  # taken in already, before the last plan was made
+            return
         self._take_inbox(wait=False)
         if (plan := self.extending.recall()) is not None:
             self.extending.submit(self.core.extend() or plan)
