@@ -16,13 +16,13 @@ from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS
 from twostroke.worker.draft_rows import BEFORE, draft_rows, weigh_rows
 from twostroke.worker.inputs import SeatTable, StepInputs
 
-# Times of steps of 1, 2, ... rows in that of one: SmolLM2 with two threads, in bfloat16 and in few
-# bits, which take more arithmetic. For more rows than MAX_QUANTISED_ROWS such a model's weights are
-# read in bfloat16. These are constants: a rule that followed the clock would cut a request in other
-# ways when it comes again, and so change a token of a near tie. They need not be exact, for how
-# many guesses are best changes slowly with them.
-WHOLE_COSTS = 1.0, 1.02, 1.04, 1.07, 1.13, 1.18, 1.35, 1.39
-FEW_BITS_COSTS = 1.0, 1.01, 1.07, 1.21, 1.38, 1.57, 1.79, 2.03
+# Times of steps of 1, 2, ... rows in that of one, with all that the host does in them: SmolLM2 with
+# two threads, in bfloat16 and in few bits, which take more arithmetic. For more rows than
+# MAX_QUANTISED_ROWS such a model's weights are read in bfloat16. These are constants: a rule that
+# followed the clock would cut a request in other ways when it comes again, and so change a token of
+# a near tie. They need not be exact, for how many guesses are best changes slowly with them.
+WHOLE_COSTS = 1.0, 1.04, 1.05, 1.06, 1.10, 1.15, 1.20, 1.24
+FEW_BITS_COSTS = 1.0, 1.07, 1.22, 1.38, 1.57, 1.77, 1.98, 2.20
 WHOLE_ROW_COST = 0.08  # what each row beyond adds
 WHOLE_IN_FEW_BITS = 2.5  # a row in bfloat16, in the time of one in few bits
 
