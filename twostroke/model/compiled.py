@@ -50,6 +50,7 @@ def has(*features: str) -> bool:
 
 
 HAS_BF16 = has("avx512bf16", "avx512vl")
+HAS_VNNI = has("avx512vnni")
 
 
 class BFloatType(ir.Type):  # type: ignore[misc]

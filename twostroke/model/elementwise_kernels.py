@@ -19,6 +19,7 @@ from numba.core import cgutils
 
 from twostroke.model import compiled, vectors
 from twostroke.model.compiled import (
+    HAS_VNNI,
     address_of,
     bits_of,
     call_for_int,
@@ -51,7 +52,7 @@ _P4, _P5 = np.float32(0.00967151277), np.float32(0.00132647151)
 _MAGIC = np.float32(12582912.0)  # adding 1.5 * 2**23 rounds to an integer, in the low bits
 _MAGIC_BITS = np.int32(0x4B400000)
 _ONE = np.float32(1.0)
-_TOP_LEVEL = np.float32(127 * 256 + 127)  # so that both levels stay within 8 bits
+_TOP_LEVEL = np.float32(127 * 256 + 127)  # so that both bytes stay within 8 bits
 _SMALLEST = np.float32(1e-30)  # whose inverse, times _TOP_LEVEL, is still a number
 _HALF, _UPPER = np.int32(16), np.int32(-65536)  # a pair of bfloat16: shift and mask of the second
 
@@ -106,7 +107,7 @@ def add_row(hs: Any, y: int, width: int, eps: float) -> Any:
 
 @inner
 def levels_rows(x: int, out: int, first: int, last: int, groups: int) -> None:
-    """x, float32 [rows, groups * GROUP], as integers of two levels: see `few_rows_quantised`.
+    """x, float32 [rows, groups * GROUP], as integers: see `few_rows_quantised`.
 
     NaN and infinity count as the largest of a group, so that its scale, and all results, show them.
     """
@@ -119,15 +120,18 @@ def levels_rows(x: int, out: int, first: int, last: int, groups: int) -> None:
             if top > _SMALLEST:
                 scale = _TOP_LEVEL / top
             at = out + (row * groups + group) * LEVELS_BYTES
-            high, low = int8s(at, GROUP), int8s(at + GROUP, GROUP)
+            high, low, whole = int8s(at, GROUP), int8s(at + GROUP, GROUP), halves(at, GROUP)
             total = np.int32(0)
             for i in range(GROUP):
                 # To numba a sum of int32 is int64, of which half as many fit into a vector.
                 rounded = bits_of(values[group * GROUP + i] * scale + _MAGIC)
                 level = np.int32(rounded - _MAGIC_BITS)
-                upper = np.int32(np.int32(level + np.int32(128)) >> np.int32(8))
-                high[i] = np.int8(upper)
-                low[i] = np.int8(level - np.int32(upper << np.int32(8)))
+                if HAS_VNNI:
+                    upper = np.int32(np.int32(level + np.int32(128)) >> np.int32(8))
+                    high[i] = np.int8(upper)
+                    low[i] = np.int8(level - np.int32(upper << np.int32(8)))
+                else:
+                    whole[i] = np.uint16(level)
                 total += level
             floats(at + 2 * GROUP, 1)[0] = top / _TOP_LEVEL
             words(at + 2 * GROUP + 4, 1)[0] = total

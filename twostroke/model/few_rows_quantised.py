@@ -1,11 +1,11 @@
 """Products of few rows with a weight of 4 or 8 bits, read as it is: a decode step's linear layers.
 
-What a weight of few bits saves is the way from memory, so the arithmetic must keep up with that:
-per 64 bytes of the weight 4 instructions for a row (4 bits) or 2 (8 bits). Numbers of 4 bits become
-bytes by a mask, and are multiplied as bytes (vpdpbusd: 64 products with x, added by fours). For
-that x is rounded to integers too, group by group, of 16 bits in two levels of 8:
+What a weight of few bits saves is the way from memory, so the arithmetic must keep up with that: 64
+bytes of the weight, and a row, are 4 instructions with 4 bits and 2 with 8, where the processor
+multiplies bytes (`integer_products`). For that x is rounded to integers too, group by group, of 16
+bits:
 
-    x[i] = scale_x[g] * (256 * high[i] + low[i])      exact to 1 / 65,278 of the group's largest
+    x[i] = scale_x[g] * n[i]      exact to 1 / 65,278 of the group's largest
 
 bfloat16, which x is elsewhere, has 8 bits; so nothing is lost that was there. Sums over a group are
 exact integers; the dequantised weight in bfloat16 is rounded, this one is not.
@@ -14,37 +14,36 @@ Inputs come in groups of 32 that share a scale, and in some formats a minimum, f
 
     y[o] = sum over groups g of  scale_x[g] * (scale[o, g] * sum of q[o, i] * n[i]
                                                + minimum[o, g] * sum of n[i])
-    with n[i] = 256 * high[i] + low[i]
 
-The instruction wants one side without sign: 8-bit weights are kept as q + 128, and the sum over the
-group begins at -128 * sum of n[i]; where minima are all -8 times the scale (Q4_0), at -8 times it.
+Products want weights without sign: 8-bit weights are kept as q + 128, and the sum over the group
+begins at -128 * sum of n[i]; where minima are all -8 times the scale (Q4_0), at -8 times it.
 
 64 outputs lie together as a block, in it each group of 32 inputs:
 
     values | scale [64] | minimum [64]       float16; minimum if there are
 
-    values, 4 bits: [32 / 8 inputs][64 outputs][4 bytes]; byte k of an output holds its inputs k
-                    and, in the upper half, k + 4 of these 8
-            8 bits: [32 / 4 inputs][64 outputs][4 bytes]
+    values, 4 bits: [32 / 8 inputs][64 outputs][4 bytes]      which inputs of these 8, or 4, a byte
+            8 bits: [32 / 4 inputs][64 outputs][4 bytes]      holds, `integer_products` says
 
-and a row of x ("levels"): [groups][high 32 x int8 | low 32 x int8 | scale float32 | sum of n int32]
+and a row of x ("levels"): [groups][n 64 bytes | scale float32 | sum of n int32], where n is 32 high
+bytes and 32 low ones, n = 256 * high + low, or 32 int16.
 """
 
 import functools
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from twostroke.arrays import Int64s
 from twostroke.model.elementwise import LEVELS_BYTES, kernels
+from twostroke.model.integer_products import IntegerProducts, Sums, products_of
 from twostroke.model.memory import HUGE_PAGES
 from twostroke.model.quantised import GROUP, QuantisedWeight
 from twostroke.model.tile_ir import (
     OUTPUTS,
-    PREFETCH,
     VECTORS,
-    VPDPBUSD,
     Arguments,
     Compiled,
     TileProduct,
@@ -58,9 +57,6 @@ from twostroke.model.tile_ir import (
 
 # Above, arithmetic of two levels takes longer than reading 16 bits: see benchmarks/linear.py.
 MAX_QUANTISED_ROWS = 8
-# For so many rows, how many vectors of 16 outputs are summed up together: as many as registers hold
-# with two sums for each. Loads of x and masked weights serve more products so.
-_VECTORS_TOGETHER = {1: 4, 2: 4, 3: 2, 4: 2, 5: 1, 6: 1, 7: 1, 8: 1}
 _NUMBER_BYTES = OUTPUTS * 2  # a float16 for each output
 
 
@@ -136,7 +132,8 @@ def _pack(weight: QuantisedWeight) -> Tensor:
     shape = (num_rows // OUTPUTS, num_groups, group_bytes)
     packed = HUGE_PAGES.empty(math.prod(shape)).view(shape)
     values = weight.values.view(torch.uint8).contiguous()
-    pack_values(values.numpy(), weight.bits, num_groups, packed.numpy())
+    order = np.array(products_of(weight.bits).order, np.uint8)
+    pack_values(values.numpy(), order, num_groups, packed.numpy())
     for i, number in enumerate(numbers):
         halves = number.contiguous().view(torch.uint8).view(num_rows, num_groups, 2)
         pack_numbers(halves.numpy(), values_bytes + i * _NUMBER_BYTES, packed.numpy())
@@ -149,22 +146,22 @@ def _pack(weight: QuantisedWeight) -> Tensor:
 @functools.cache
 def _compiled(bits: int, has_minima: bool) -> Compiled:
     """Raises one of the errors that `_works` names where there is no kernel."""
+    products = products_of(bits)
     return compile_kernel(
-        lambda rows: _tile(rows, bits, has_minima),
-        len(_VECTORS_TOGETHER),
-        "avx512vnni",
-        PREFETCH,
-        VPDPBUSD,
+        lambda rows: _tile(rows, bits, has_minima, products),
+        len(products.together),
+        products.feature,
+        *products.declarations,
     )
 
 
-def _tile(rows: int, bits: int, has_minima: bool) -> str:
+def _tile(rows: int, bits: int, has_minima: bool, products: IntegerProducts) -> str:
     """`rows` rows of levels times one block of `first` groups; values are `second` too large.
 
     In a group vectors follow each other, and all rows are multiplied with one before the next: the
     weight is read and masked once, and the memory has the time of all rows to bring what follows.
     """
-    together = _VECTORS_TOGETHER[rows]
+    together = products.together[rows - 1]
     lines = [
         *head_of(rows),
         *(line for r in range(rows) for line in row_pointer(f"x_of{r}", "x", "x_row_bytes", r)),
@@ -187,15 +184,17 @@ def _tile(rows: int, bits: int, has_minima: bool) -> str:
             f"%values_{what} = getelementptr i8, ptr %group_{what}, i64 %values_offset",
             f"%numbers_{what} = getelementptr i8, ptr %group_{what}, i64 %numbers_offset",
         ]
-    sums: dict[tuple[int, int, int], str] = {}
-    for r in range(rows):
-        for v in range(together):
-            sums[r, 0, v], sums[r, 1, v] = "zeroinitializer", f"%start{r}"
-    for quad in range(GROUP // 4):
-        lines += [*_load_values(quad, bits, together), *_multiply(quad, sums, together)]
+    sums: Sums = {
+        (r, number, v): f"%start{r}" if number == products.num_sums - 1 else "zeroinitializer"
+        for r in range(rows)
+        for number in range(products.num_sums)
+        for v in range(together)
+    }
+    for part in range(GROUP * bits // 32):
+        lines += [*_load_bytes(part, together), *products.multiply(part, sums, together)]
     lines += [
         *_load_numbers(bits, has_minima, together),
-        *_scale(has_minima, sums),
+        *_scale(has_minima, sums, products),
         f"%vector1 = add i64 %vector, {together}",
         f"%more_vectors = icmp ult i64 %vector1, {VECTORS}",
         "br i1 %more_vectors, label %sum_vectors, label %group_summed",
@@ -249,47 +248,16 @@ def _group_pointers(rows: int, bits: int, has_minima: bool) -> list[str]:
     return lines
 
 
-def _load_values(quad: int, bits: int, together: int) -> list[str]:
-    """%values: bytes of 4 inputs and 16 outputs a vector; the memory is asked for those ahead."""
+def _load_bytes(part: int, together: int) -> list[str]:
+    """%bytes: 4 of each of 16 outputs a vector; the memory is asked for those ahead."""
     lines = []
     for v in range(together):
-        n = f"{quad}_{v}"
-        if bits == 4 and quad % 2:  # the upper half of the bytes before
-            lines += [
-                f"%upper{n} = lshr <32 x i16> %bytes{quad - 1}_{v}, splat (i16 4)",
-                f"%lower{n} = and <32 x i16> %upper{n}, splat (i16 3855)",
-                f"%values{n} = bitcast <32 x i16> %lower{n} to <16 x i32>",
-            ]
-            continue
-        offset = (quad * bits // 8 * VECTORS + v) * 64
+        n, offset = f"{part}_{v}", (part * VECTORS + v) * 64
         lines += [
             f"%bytes_p{n} = getelementptr i8, ptr %values_here, i64 {offset}",
             f"%bytes{n} = load <32 x i16>, ptr %bytes_p{n}, align 2",
             *prefetch(f"bytes_ahead{n}", "values_ahead", offset),
         ]
-        lower = f"%bytes{n}"
-        if bits == 4:
-            lower = f"%lower{n}"
-            lines.append(f"{lower} = and <32 x i16> %bytes{n}, splat (i16 3855)")
-        lines.append(f"%values{n} = bitcast <32 x i16> {lower} to <16 x i32>")
-    return lines
-
-
-def _multiply(quad: int, sums: dict[tuple[int, int, int], str], together: int) -> list[str]:
-    """Add the products of 4 inputs to `sums`, of each row, level and vector, and rename them."""
-    lines = []
-    for r, level in sorted({(r, level) for r, level, _ in sums}):
-        n = f"{quad}_{r}_{level}"
-        lines += [
-            f"%n_p{n} = getelementptr i8, ptr %x_p{r}, i64 {GROUP * level + 4 * quad}",
-            *broadcast(f"n{n}", f"n_p{n}"),
-        ]
-        for v in range(together):
-            lines.append(
-                f"%sum{n}_{v} = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512("
-                f"<16 x i32> {sums[r, level, v]}, <16 x i32> %values{quad}_{v}, <16 x i32> %n{n})"
-            )
-            sums[r, level, v] = f"%sum{n}_{v}"
     return lines
 
 
@@ -308,7 +276,7 @@ def _load_numbers(bits: int, has_minima: bool, together: int) -> list[str]:
     return lines
 
 
-def _scale(has_minima: bool, sums: dict[tuple[int, int, int], str]) -> list[str]:
+def _scale(has_minima: bool, sums: Sums, products: IntegerProducts) -> list[str]:
     """total += scale of x * (scale * sum + minimum * sum of x)"""
     lines = []
     for r in sorted({r for r, _, _ in sums}):
@@ -320,9 +288,10 @@ def _scale(has_minima: bool, sums: dict[tuple[int, int, int], str]) -> list[str]
     for r, v in sorted({(r, v) for r, _, v in sums}):
         n = f"{r}_{v}"
         lines += [
-            f"%high{n} = shl <16 x i32> {sums[r, 0, v]}, splat (i32 8)",
-            f"%both{n} = add <16 x i32> %high{n}, {sums[r, 1, v]}",
-            f"%sum_f{n} = sitofp <16 x i32> %both{n} to <16 x float>",
+            *products.whole_sum(
+                f"all{n}", [sums[key] for key in sorted(sums) if key[::2] == (r, v)]
+            ),
+            f"%sum_f{n} = sitofp <16 x i32> %all{n} to <16 x float>",
             f"%scaled{n} = fmul contract <16 x float> %sum_f{n}, %scale{v}",
         ]
         here = f"%scaled{n}"

@@ -1,5 +1,6 @@
 """Weights from a GGUF file, dequantised, under the names and in the order of Hugging Face."""
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from twostroke.gguf_header import TensorInfo, read_gguf
 from twostroke.model.dequantise import dequantise
-from twostroke.model.quantised import QuantisedWeight, from_ggml
+from twostroke.model.few_rows_quantised import can_multiply
+from twostroke.model.quantised import QuantisedWeight, from_ggml, is_kept
 from twostroke.model.weights import ALL, Part
 from twostroke.shape import ModelShape
 
@@ -40,6 +42,8 @@ _EXPERTS = {
     "ffn_up_exps": "up_proj",
     "ffn_down_exps": "down_proj",
 }
+
+_FUSED = re.compile("(?<=attn.)[qkv]_proj|(?<=mlp.)(gate|up)_proj")
 
 # Belongs to the shape: read with the header.
 _NOT_WEIGHTS = {"rope_freqs.weight"}
@@ -79,6 +83,21 @@ class GgufSource:
         if weight is not None and self._is_in_pairs(name):
             weight = weight.rows(_out_of_pairs(torch.arange(shape[0]), self._shape.head_dim))
         return weight
+
+    def is_in_few_bits(self) -> bool:
+        """Whether all matrices that rows are multiplied with can be as they are stored, those that
+        become one (see `registry`) together."""
+        kinds: dict[str, set[str]] = {}
+        for name, (info, shape, _) in self._weights.items():
+            is_looked_up = (
+                name == f"{_TOP['token_embd']}.weight" and "lm_head.weight" in self._weights
+            )
+            if len(shape) != 2 or is_looked_up:
+                continue
+            if not is_kept(info.kind) or not can_multiply(*shape):
+                return False
+            kinds.setdefault(_FUSED.sub("", name), set()).add(info.kind.name)
+        return all(len(names) == 1 for names in kinds.values())
 
     def _stored(self, name: str) -> Tensor:
         info, _, expert = self._weights[name]

@@ -12,11 +12,13 @@ _CACHE = use_kernel_cache(__file__, compiled_file.__file__)
 
 
 @kernel(cache=_CACHE)
-def pack_values(values: UInt8s, bits: int, num_groups: int, out: UInt8s) -> None:
-    """values [rows, 32 * groups], of 4 or 8 bits -> out [rows / 64, groups, bytes of a group].
+def pack_values(values: UInt8s, order: UInt8s, num_groups: int, out: UInt8s) -> None:
+    """values [rows, 32 * groups] -> out [rows / 64, groups, bytes of a group].
 
-    Only the values are written; see `few_rows_quantised` for where each goes.
+    `order` says which 8 inputs of 4 bits, or 4 of 8, an output's 4 bytes hold. Only the values are
+    written; see `few_rows_quantised` for where each goes.
     """
+    bits = 32 // len(order)
     for row in range(values.shape[0]):
         block, place = row // 64, row % 64 * 4
         for group in range(num_groups):
@@ -24,13 +26,14 @@ def pack_values(values: UInt8s, bits: int, num_groups: int, out: UInt8s) -> None
             if bits == 4:
                 for eight in range(4):
                     for k in range(4):
-                        i = first + 8 * eight + k
-                        both = values[row, i] | np.uint8(values[row, i + 4] << np.uint8(4))
+                        i = first + 8 * eight
+                        upper = values[row, i + order[2 * k + 1]] << np.uint8(4)
+                        both = values[row, i + order[2 * k]] | np.uint8(upper)
                         target[256 * eight + place + k] = both
             else:
                 for quad in range(8):
                     for k in range(4):
-                        value = values[row, first + 4 * quad + k]
+                        value = values[row, first + 4 * quad + order[k]]
                         target[256 * quad + place + k] = value ^ np.uint8(128)  # + 128
 
 

@@ -55,6 +55,11 @@ def stack(parts: list[QuantisedWeight]) -> QuantisedWeight | None:
     )
 
 
+def is_kept(kind: GgmlType) -> bool:
+    """Whether weights of that kind can stay as they are."""
+    return kind.name in _FORMATS
+
+
 def from_ggml(blocks: Tensor, kind: GgmlType, width: int) -> QuantisedWeight | None:
     """The blocks of a weight, uint8 [blocks, bytes], as they are; None for other formats."""
     make = _FORMATS.get(kind.name)

@@ -81,6 +81,17 @@ def _open_source(checkpoint: Checkpoint, dtype: torch.dtype, seed: int) -> Weigh
     return SafetensorsSource(find_weights(checkpoint.path))
 
 
+def is_in_few_bits(checkpoint: Checkpoint) -> bool:
+    """Whether all matrices are stored in forms that this processor multiplies as they are."""
+    if checkpoint.format != "gguf":
+        return False
+    source = GgufSource(checkpoint.path, checkpoint.shape, torch.float32)
+    try:
+        return source.is_in_few_bits()
+    finally:
+        source.close()
+
+
 class Quantiser:
     """Finds or makes the 4- and 8-bit forms of weights.
 

@@ -24,13 +24,20 @@ class ManyRowsProgram:
     """Steps of up to as many tokens as `buffers` have room for, a chunk of rows on each thread."""
 
     def __init__(
-        self, model: DecoderModel, attention: NumbaAttention, kernels: Kernels, capacity: int
+        self,
+        model: DecoderModel,
+        attention: NumbaAttention,
+        kernels: Kernels,
+        capacity: int,
+        *,
+        few_bits: bool,
     ) -> None:
+        """`few_bits`: with those weights that are kept in few bits."""
         num_threads = attention.num_threads
         self.max_tokens = capacity
         self.buffers = Buffers(model, capacity, CHUNK_ROWS, num_threads)
         self._attention = attention.program(self.buffers.qkv, self.buffers.attended)
-        parts = StepCalls(model, self.buffers.places, kernels, few_bits=False).layers()
+        parts = StepCalls(model, self.buffers.places, kernels, few_bits=few_bits).layers()
         self._kinds = [[call.kind for call in part] for part in parts]
         self._chunks = [
             RowChunks([_stage(call) for call in part], num_threads, kernels.thread_num)

@@ -44,7 +44,7 @@ from twostroke.messages import (
 from twostroke.model.llama import DecoderModel
 from twostroke.model.parallel import ALONE, Group
 from twostroke.model.registry import load_model
-from twostroke.shape import ModelShape, num_parameters
+from twostroke.shape import ModelShape
 from twostroke.worker import handoff, pool
 from twostroke.worker.attention import NO_INT8_HINT, make_attention, why_no_int8
 from twostroke.worker.device import (
@@ -53,6 +53,7 @@ from twostroke.worker.device import (
     choose_device,
     choose_dtype,
     estimate_activations,
+    keeps_whole,
 )
 from twostroke.worker.draft_model import ModelDrafter, check_vocabulary
 from twostroke.worker.drafting import Drafter, NgramDrafter, step_costs
@@ -74,7 +75,6 @@ Progress = Callable[[str, int, int], None]  # stage, done, total
 
 # Prompt log-probs need the LM head at every position; this bounds the logits held at once.
 PROMPT_LOGITS_BYTES = 64 << 20
-
 # Weights of few bits are kept in the model's type too, for steps of many tokens, unless that takes
 # more than this share of the free memory.
 MAX_WHOLE_SHARE = 0.25
@@ -101,14 +101,14 @@ class ModelRunner:
         shape = checkpoint.shape
         self.group = group
         self.device, device_fact = choose_device(config, group.rank)
-        dtype_name, dtype_fact = choose_dtype(config, self.device)
+        dtype_name, dtype_fact = choose_dtype(config, self.device, checkpoint)
         dtype = DTYPES[dtype_name]
         pool.wanted_length(config, shape.max_position_embeddings)  # wrong: say so before loading
         # On a CPU all ranks share it: look before any of them has begun to load.
         free_bytes = group.minimum(pool.available_memory()) // group.size
         check_quantization(config, self.device, dtype)
         layout, draft_layout = self._layout(config, shape, dtype_name), None
-        keep_whole = num_parameters(shape) * dtype.itemsize <= free_bytes * MAX_WHOLE_SHARE
+        keep_whole = keeps_whole(shape, dtype, free_bytes * MAX_WHOLE_SHARE)
         self.model, weights_fact = self._load(config, checkpoint, dtype, progress, keep_whole)
         draft = self._load_draft(config, shape, dtype, progress)
         self._weight_bytes = self.model.weight_bytes + (draft.weight_bytes if draft else 0)

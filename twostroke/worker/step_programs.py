@@ -50,8 +50,6 @@ class Buffers:
         self.attended = self._rows(attended)
         few = capacity if own_rows == 0 else 0  # rows of what only steps of few tokens need
         self.logits = torch.empty((few, shape.vocab_size), dtype=torch.float32)
-        wide = torch.empty((few, largest), dtype=torch.float32)
-        self._keep.append(wide)
         self.places = Places(
             token_ids=self._place(self.token_ids),
             positions=self._place(self.positions),
@@ -63,10 +61,10 @@ class Buffers:
             attended=self._place(self.attended),
             x=self._own(2 * shape.hidden_size),
             y=self._own(2 * shape.hidden_size),
-            gate_up=self._own((2 if own_rows else 4) * 2 * widest),
+            gate_up=self._own(4 * 2 * widest),
             act=self._own(2 * widest),
             integers=self._own(integers),
-            wide=self._place(wide),
+            wide=self._own(4 * largest),
             logits=self._place(self.logits),
         )
 

@@ -6,9 +6,9 @@ large one threads take rows through all kernels between two attentions, a chunk 
 so a token's result is the same to the last bit with weights in bfloat16 and in int8; what is saved
 is the way to them (some 3 ms of a step of SmolLM2 on two cores), and to what they leave.
 
-Weights that are kept in 4 or 8 bits have a program of their own, for very few tokens, whose
-products take and give more than bfloat16 holds: what is between them stays in float32, and products
-add to the residual sum themselves.
+Weights that are kept in 4 or 8 bits have a program of their own, for very few tokens or, where they
+are not kept in bfloat16 too, for all steps. Its products take and give more than bfloat16 holds:
+what is between them stays in float32, and products add to the residual sum themselves.
 """
 
 import sys
@@ -23,6 +23,7 @@ from twostroke.arrays import Int32s, Int64s
 from twostroke.model.elementwise import kernels
 from twostroke.model.few_rows import MAX_ROWS, most_rows
 from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS
+from twostroke.model.integer_products import products_of
 from twostroke.model.layers import Mlp
 from twostroke.model.llama import DecoderModel
 from twostroke.model.thread_count import ThreadCounts
@@ -65,7 +66,7 @@ def whole_steps(model: DecoderModel, attention: PagedAttention) -> "WholeSteps |
     programs = [(most or MAX_ROWS, not whole)]
     if few_bits or model.lm_head.quantised is not None:
         programs.insert(0, (MAX_QUANTISED_ROWS, few_bits))
-    return WholeSteps(model, attention, programs, any_number=whole and most is None)
+    return WholeSteps(model, attention, programs, any_number=most is None)
 
 
 def kernels_fact(
@@ -74,7 +75,9 @@ def kernels_fact(
     """For the start-up block: which of the ways to run a step this is, by what is there."""
     linears = [*model.linears, model.lm_head]
     products = {
-        "4 and 8 bits by AVX512-VNNI": any(it.quantised or it.int8 for it in linears),
+        f"4 and 8 bits by {products_of(4).instruction}": any(
+            it.quantised or it.int8 for it in linears
+        ),
         "bfloat16 by AVX512-BF16": any(it.few_rows for it in linears),
     }
     own = [name for name, is_used in products.items() if is_used]
@@ -115,7 +118,8 @@ class WholeSteps:
         any_number: bool,
     ) -> None:
         """`programs`: for up to how many tokens, and whether with weights of few bits; the first
-        that is large enough runs. With `any_number` larger steps run too."""
+        that is large enough runs. With `any_number` larger steps run too, with weights as the last
+        one has."""
         kernel = kernels()
         assert kernel is not None
         # Where there is one, each step adds to it.
@@ -128,6 +132,7 @@ class WholeSteps:
             for most, few_bits in programs
         ]
         self._many: ManyRowsProgram | None = None
+        _, self._few_bits = programs[-1]
         self.max_tokens = sys.maxsize if any_number else programs[-1][0]
         self._trials = ThreadCounts(_TRIED_TOKENS)
         self._know_rotations(1)
@@ -191,7 +196,9 @@ class WholeSteps:
             from twostroke.worker.many_rows import ManyRowsProgram  # here, because numba is there
 
             capacity = max(_FIRST_CAPACITY, 1 << (num_tokens - 1).bit_length())
-            self._many = ManyRowsProgram(self._model, self._attention, self._kernels, capacity)
+            self._many = ManyRowsProgram(
+                *(self._model, self._attention, self._kernels, capacity), few_bits=self._few_bits
+            )
             self._many.look_up_in(self._rotations)
         return self._many
 

@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 GREEDY = SamplingParams(temperature=0.0, logprobs=5)
 
 pytestmark = pytest.mark.skipif(
-    not works(), reason="the processor has no AVX512-VNNI, or torch no GNU OpenMP"
+    not works(), reason="the processor has neither AVX512-VNNI nor AVX2, or torch no GNU OpenMP"
 )
 
 

@@ -21,7 +21,7 @@ from twostroke.model.registry import load_model
 from twostroke.testing.tiny_model import write_tiny_checkpoint
 
 needs_kernel = pytest.mark.skipif(
-    not few_rows_quantised.works(), reason="the processor has no AVX512-VNNI"
+    not few_rows_quantised.works(), reason="the processor has neither AVX512-VNNI nor AVX2"
 )
 
 

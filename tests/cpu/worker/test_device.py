@@ -24,12 +24,12 @@ CPU = torch.device("cpu")
     ],
 )
 def test_bfloat16_only_where_the_cpu_computes_in_it(flags: set[str], dtype: str, reason: str):
-    name, fact = choose_dtype(EngineConfig(), CPU, frozenset(flags))
+    name, fact = choose_dtype(EngineConfig(), CPU, None, frozenset(flags))
     assert (name, fact) == (dtype, ("Number format", dtype, reason))
 
 
 def test_the_users_number_format_wins():
-    name, fact = choose_dtype(EngineConfig(dtype="float16"), CPU, frozenset())
+    name, fact = choose_dtype(EngineConfig(dtype="float16"), CPU, None, frozenset())
     assert (name, fact[2]) == ("float16", "--dtype")
 
 
