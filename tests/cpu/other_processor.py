@@ -19,7 +19,9 @@ from numba import types
 from tests.cpu.worker.driving import Driver, Request, small_config
 from tests.cpu.worker.test_whole_steps import inputs_of
 from twostroke.checkpoint import open_checkpoint
-from twostroke.model import compiled, elementwise_kernels, program
+from twostroke.model import compiled, elementwise_kernels, few_rows_quantised, program
+from twostroke.model.few_rows_quantised import QuantisedRows
+from twostroke.model.quantised import quantise
 from twostroke.worker.attention_kernels import compile_attend
 from twostroke.worker.runner import ModelRunner
 
@@ -27,7 +29,8 @@ AARCH64 = "aarch64-unknown-linux-gnu"
 
 
 def run(directory: Path, dtype: str, quantization: str) -> dict[str, Any]:
-    """Tokens of three requests, hidden states of a step, and the start-up block's line."""
+    """Tokens of three requests, hidden states of a step, the start-up block's line; and products of
+    few bits, where the processor has them."""
     config = small_config(dtype=dtype, quantization=quantization)
     runner = ModelRunner(config, open_checkpoint(directory))
     prompts = [[(7 * i + 31 * j) % 256 for j in range(5 + 9 * i)] for i in range(3)]
@@ -35,7 +38,20 @@ def run(directory: Path, dtype: str, quantization: str) -> dict[str, Any]:
     runner.kv_pool.zero_()
     hidden = runner.forward(inputs_of([1, 1, 5], 0)).float().tolist()
     kernels = next(fact for fact in runner.facts if fact[0] == "Kernels")
-    return {"tokens": tokens, "hidden": hidden, "kernels": kernels[1:]}
+    products = few_bits_products() if few_rows_quantised.works() else []
+    return {"tokens": tokens, "hidden": hidden, "kernels": kernels[1:], "products": products}
+
+
+def few_bits_products() -> list[list[list[float]]]:
+    """Of each number of rows, from the smallest tile on to several, with 4 and with 8 bits."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(dims, generator=generator) for dims in ((128, 96), (13, 96)))
+    kernels = [QuantisedRows(quantise(weight, bits), None) for bits in (4, 8)]
+    return [
+        kernel.into(torch.empty(rows, 128), x[:rows]).tolist()
+        for kernel in kernels
+        for rows in (*range(1, 9), 13)
+    ]
 
 
 def for_aarch64() -> dict[str, Any]:

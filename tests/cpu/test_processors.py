@@ -14,9 +14,11 @@ import torch
 
 from tests.cpu.other_processor import run
 from twostroke.model.compiled import has
+from twostroke.model.few_rows_quantised import works
 
 # Name; features that this machine must have as well; those that are told of.
-AVX2 = "haswell", ("avx2", "fma"), ""
+AVX2_FEATURES = ("avx2", "f16c", "fma")
+AVX2 = "haswell", AVX2_FEATURES, ",".join(f"+{name}" for name in AVX2_FEATURES)
 VNNI_FEATURES = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
 VNNI = "cascadelake", VNNI_FEATURES, ",".join(f"+{name}" for name in VNNI_FEATURES)
 ANY = "generic", (), ""
@@ -56,6 +58,20 @@ def test_with_avx2_all_is_as_here(tiny_dir: Path) -> None:
     assert found["kernels"] == [
         "layer by layer",
         "products: torch; attention: compiled for haswell",
+    ]
+
+
+@pytest.mark.timeout(400)
+def test_with_avx2_products_of_few_bits_are_the_same_to_the_last_bit(tiny_dir: Path) -> None:
+    arguments = str(tiny_dir), "auto", "int4"
+    found, expected = run_on(AVX2, *arguments), here(tiny_dir, "bfloat16", "int4")
+    if not works():
+        pytest.skip("no kernel for few bits on this processor to compare with")
+    assert found["products"] == expected["products"]
+    torch.testing.assert_close(found["hidden"], expected["hidden"], atol=0.05, rtol=0.05)
+    assert found["kernels"] == [
+        "a step is one program",
+        "products: 4 and 8 bits by AVX2; attention: compiled for haswell",
     ]
 
 

@@ -43,7 +43,7 @@ _EXPERTS = {
     "ffn_down_exps": "down_proj",
 }
 
-_FUSED = re.compile("(?<=attn.)[qkv]_proj|(?<=mlp.)(gate|up)_proj")
+_JOINED = re.compile("(?<=attn.)[qkv]_proj|(?<=mlp.)(gate|up)_proj")
 
 # Belongs to the shape: read with the header.
 _NOT_WEIGHTS = {"rope_freqs.weight"}
@@ -87,17 +87,18 @@ class GgufSource:
     def is_in_few_bits(self) -> bool:
         """Whether all matrices that rows are multiplied with can be as they are stored, those that
         become one (see `registry`) together."""
-        kinds: dict[str, set[str]] = {}
-        for name, (info, shape, _) in self._weights.items():
-            is_looked_up = (
-                name == f"{_TOP['token_embd']}.weight" and "lm_head.weight" in self._weights
-            )
-            if len(shape) != 2 or is_looked_up:
-                continue
-            if not is_kept(info.kind) or not can_multiply(*shape):
-                return False
-            kinds.setdefault(_FUSED.sub("", name), set()).add(info.kind.name)
-        return all(len(names) == 1 for names in kinds.values())
+        joined: dict[str, list[_Weight]] = {}
+        for name, weight in self._weights.items():
+            if len(weight.shape) == 2:
+                joined.setdefault(_JOINED.sub("", name), []).append(weight)
+        if "lm_head.weight" in joined:  # then rows of the embedding are only looked up
+            del joined[f"{_TOP['token_embd']}.weight"]
+        return all(
+            can_multiply(sum(weight.shape[0] for weight in weights), weights[0].shape[1])
+            and is_kept(weights[0].info.kind)
+            and len({weight.info.kind for weight in weights}) == 1
+            for weights in joined.values()
+        )
 
     def _stored(self, name: str) -> Tensor:
         info, _, expert = self._weights[name]

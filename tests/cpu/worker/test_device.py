@@ -1,14 +1,19 @@
 """Choices of device and number format come with their reasons."""
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.cpu.model.test_gguf import Quant, write_gguf
+from twostroke.checkpoint import Checkpoint, open_checkpoint
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
+from twostroke.model.few_rows_quantised import works
 from twostroke.shape import from_hf_config
-from twostroke.testing.tiny_model import tiny_config
+from twostroke.testing.tiny_model import tiny_config, write_tiny_checkpoint
 from twostroke.worker.device import choose_device, choose_dtype, estimate_activations, take_gpus
 
 CPU = torch.device("cpu")
@@ -26,6 +31,25 @@ CPU = torch.device("cpu")
 def test_bfloat16_only_where_the_cpu_computes_in_it(flags: set[str], dtype: str, reason: str):
     name, fact = choose_dtype(EngineConfig(), CPU, None, frozenset(flags))
     assert (name, fact) == (dtype, ("Number format", dtype, reason))
+
+
+@pytest.mark.skipif(not works(), reason="the processor has neither AVX512-VNNI nor AVX2")
+def test_weights_that_stay_in_few_bits_need_no_bfloat16_products(tmp_path: Path):
+    write_tiny_checkpoint(tmp_path)
+    flags = frozenset({"avx2"})
+    whole = open_checkpoint(tmp_path)
+    stored = open_checkpoint(write_gguf(tmp_path / "q4_1.gguf", tmp_path, Quant.Q4_1))
+    other = open_checkpoint(write_gguf(tmp_path / "f16.gguf", tmp_path, Quant.F16))
+
+    def chosen(checkpoint: Checkpoint, **settings: Any) -> str:
+        return choose_dtype(EngineConfig(**settings), CPU, checkpoint, flags)[0]
+
+    assert chosen(stored) == chosen(whole, quantization="int4") == "bfloat16"
+    assert chosen(whole) == chosen(other) == "float32"
+    assert chosen(stored, quantization="none") == "float32"
+    assert chosen(stored, tensor_parallel_size=2) == "float32"
+    _, fact = choose_dtype(EngineConfig(), CPU, stored, flags)
+    assert fact[2] == "weights of few bits are multiplied as they are"
 
 
 def test_the_users_number_format_wins():

@@ -12,7 +12,7 @@ from tests.cpu.model.test_gguf import Quant, write_gguf
 from tests.cpu.worker.driving import Driver, Request, small_config
 from twostroke.checkpoint import open_checkpoint
 from twostroke.errors import ConfigError
-from twostroke.model import few_rows_quantised
+from twostroke.model import few_rows_quantised, int8_rows
 from twostroke.model.elementwise import kernels
 from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS, works
 from twostroke.model.step_ends import address
@@ -218,9 +218,12 @@ def test_int8_needs_one_rank_and_a_processor_that_multiplies_bytes(
     cpu, config = torch.device("cpu"), small_config(quantization="int8", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="int8, but --tensor-parallel-size is 2; it needs"):
         check_quantization(config, cpu, torch.bfloat16)
-    monkeypatch.setattr(few_rows_quantised, "works", lambda: False)
+    monkeypatch.setattr(int8_rows, "works", lambda: False)
     with pytest.raises(ConfigError, match="int8, but this processor has no AVX512-VNNI"):
         check_quantization(small_config(quantization="int8"), cpu, torch.bfloat16)
+    monkeypatch.setattr(few_rows_quantised, "works", lambda: False)
+    with pytest.raises(ConfigError, match="int4, but this processor has neither AVX512-VNNI nor"):
+        check_quantization(small_config(quantization="int4"), cpu, torch.bfloat16)
 
 
 def test_with_little_memory_weights_are_kept_in_few_bits_only(
