@@ -140,9 +140,10 @@ def _stays_in_few_bits(config: EngineConfig, checkpoint: Checkpoint) -> bool:
 
 def _cpu_flags() -> frozenset[str]:
     """This CPU's, or those of the one that kernels are made for (see `compiled.CPU_FEATURES`)."""
-    if told := os.environ.get("NUMBA_CPU_FEATURES"):
-        names = {name.removeprefix("+").replace("-", "_") for name in told.split(",")}
-        return frozenset(names | {f"avx512_{name.removeprefix('avx512')}" for name in names})
+    told = os.environ.get("NUMBA_CPU_FEATURES")
+    if told is not None:  # in LLVM's names
+        names = told.replace("-", "_").replace("avx512", "avx512_").split(",")
+        return frozenset(name.removeprefix("+") for name in names)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
