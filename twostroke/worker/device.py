@@ -123,7 +123,7 @@ def keeps_whole(shape: ModelShape, dtype: torch.dtype, room_bytes: float) -> boo
     """Whether weights of few bits are kept in `dtype` too, which many rows are faster with.
 
     On a CPU without products of bfloat16 they are not: those of few bits are the faster for any
-    number of rows (a step of 256 tokens of SmolLM2-135M on AVX2: 261 ms; in float32, 346).
+    number of rows (a step of 256 tokens of SmolLM2-135M on AVX2: 243 ms; in float32, 346).
     """
     return _multiplies_bf16() != "" and num_parameters(shape) * dtype.itemsize <= room_bytes
 
