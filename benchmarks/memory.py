@@ -31,6 +31,7 @@ import psutil
 from startup import TIMEOUT_S, command, free_port, wait_for
 
 from twostroke.bench import report
+from twostroke.worker.pages import AHEAD_BYTES
 
 MB = 1e6
 UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
@@ -53,14 +54,14 @@ class Sampler:
                 self.samples.append(self.sample())
 
     def sample(self) -> dict[str, float]:
-        found = {"KV written": 0.0}
+        found = {"KV in memory": 0.0}
         files: dict[str, float] = {}
         for process in (self._server, *self._server.children(recursive=True)):
             modules = [word for word in process.cmdline() if word.startswith("twostroke.proc.")]
             name = modules[0].removeprefix("twostroke.proc.") if modules else "api"
             directory = Path(f"/proc/{process.pid}")
             kv, own, mapped = read_smaps((directory / "smaps").read_text())
-            found["KV written"] += kv
+            found["KV in memory"] += kv
             found[name] = found.get(name, 0.0) + own - kv
             for file, size in mapped.items():
                 files[file] = max(size, files.get(file, 0.0))
@@ -142,7 +143,7 @@ def measure(flags: list[str], prompts: int, tokens: int) -> dict[str, object]:
         server.send_signal(signal.SIGINT)
         block, _ = server.communicate(timeout=30)
     weights = fact(block, "Weights")
-    beside = at_rest["KV written"]
+    beside = max(0.0, at_rest["KV in memory"] - AHEAD_BYTES)
     for sample in (*sampler.samples, at_rest):
         _count_weights_beside_kv(sample, beside)
     loading = max(sampler.samples[:ready], key=_without_kv)
@@ -152,16 +153,16 @@ def measure(flags: list[str], prompts: int, tokens: int) -> dict[str, object]:
 
 
 def _count_weights_beside_kv(sample: dict[str, float], size: float) -> None:
-    """Before any request no KV is written. What is there then are weights: the system makes one
-    mapping of neighbours."""
-    beside = min(sample["KV written"], size)
+    """Before any request nothing is there of the pool but what was asked for ahead. What is there
+    beyond that are weights: the system makes one mapping of neighbours."""
+    beside = min(sample["KV in memory"], size)
     if beside:
-        sample["KV written"] -= beside
+        sample["KV in memory"] -= beside
         sample["worker_main" if "worker_main" in sample else "core_main"] += beside
 
 
 def _without_kv(sample: dict[str, float]) -> float:
-    return sum(sample.values()) - sample["KV written"]
+    return sum(sample.values()) - sample["KV in memory"]
 
 
 def main() -> None:
@@ -174,7 +175,7 @@ def main() -> None:
 
     measured = measure(options.flags, options.prompts, options.tokens)
     weights, moments, peaks = measured["weights"], measured["moments"], measured["peaks"]
-    names = [*sorted(peaks), "files", "KV written"]
+    names = [*sorted(peaks), "files", "KV in memory"]
     rows = []
     for moment, sample in moments.items():
         beyond = _without_kv(sample) - weights
