@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.pure.core.driver import Engine, make_request
@@ -114,6 +114,14 @@ requests = st.tuples(st.integers(1, 30), st.integers(1, 40), st.integers(0, 2))
     num_blocks=st.integers(18, 60),
     seats=st.integers(1, 6),
     block_size=st.sampled_from([1, 4, 5]),
+)
+@example(  # turns in which no block gets full
+    waves=[([(1, 9, 0)], 3, False)],
+    is_async=False,
+    caching=True,
+    num_blocks=18,
+    seats=1,
+    block_size=5,
 )
 def test_skipped_turns_equal_turns_taken(waves, is_async, caching, num_blocks, seats, block_size):
     options = {
