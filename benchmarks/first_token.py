@@ -17,7 +17,6 @@ import random
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -110,11 +109,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of a prompt")
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    ours, _, flags = " ".join(sys.argv[1:]).partition("-- ")
-    arguments = parser.parse_args(ours.split())
+    parser.add_argument("flags", nargs="*", help="of twostroke serve, after --")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         trace = Path(directory) / "trace.json"
-        with server(flags.split(), trace) as url:
+        with server(arguments.flags, trace) as url:
             outcomes = asyncio.run(ask(url, arguments.tokens, arguments.requests))
         spans = load_trace(trace, zero_us=0.0)
     rows = [parts_of(spans, 1e3 * it.start_s, 1e3 * it.chunk_times_s[0]) for it in outcomes]
