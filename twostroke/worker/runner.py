@@ -17,20 +17,15 @@ the worker cannot go on.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from twostroke.checkpoint import Checkpoint
 from twostroke.config import EngineConfig
 from twostroke.connector.base import KvConnectorWorker
-from twostroke.connector.layout import record_of
-from twostroke.errors import ConfigError
-from twostroke.kv.sizing import KvLayout
 from twostroke.kv_messages import KvCommands, KvEndpoint, KvLoad, KvReport
 from twostroke.messages import (
     NO_TOKENS,
@@ -43,19 +38,8 @@ from twostroke.messages import (
 )
 from twostroke.model.llama import DecoderModel
 from twostroke.model.parallel import ALONE, Group
-from twostroke.model.registry import load_model
-from twostroke.shape import ModelShape
-from twostroke.worker import handoff, pool
-from twostroke.worker.attention import NO_INT8_HINT, make_attention, why_no_int8
-from twostroke.worker.device import (
-    DTYPES,
-    check_quantization,
-    choose_device,
-    choose_dtype,
-    estimate_activations,
-    keeps_whole,
-)
-from twostroke.worker.draft_model import ModelDrafter, check_vocabulary
+from twostroke.worker.attention import make_attention
+from twostroke.worker.draft_model import ModelDrafter
 from twostroke.worker.drafting import Drafter, NgramDrafter, step_costs
 from twostroke.worker.inputs import (
     PlanError,
@@ -65,25 +49,18 @@ from twostroke.worker.inputs import (
     spans,
     warm_up_rows,
 )
-from twostroke.worker.logprobs import token_logprobs
+from twostroke.worker.loading import Progress, load
 from twostroke.worker.pages import PagesAhead
-from twostroke.worker.pool import Fact
+from twostroke.worker.pool import bytes_text
+from twostroke.worker.prompt_logprobs import PromptLogprobs
 from twostroke.worker.sampler import Sampled, Sampler
 from twostroke.worker.whole_steps import StepOutput, kernels_fact, whole_steps
 
-Progress = Callable[[str, int, int], None]  # stage, done, total
-
-# Prompt log-probs need the LM head at every position; this bounds the logits held at once.
-PROMPT_LOGITS_BYTES = 64 << 20
-# Weights of few bits are kept in the model's type too, for steps of many tokens, unless that takes
-# more than this share of the free memory.
-MAX_WHOLE_SHARE = 0.25
-_KV_DTYPES = DTYPES | {"int8": torch.int8}
 IDLE_WAIT_S = 0.005  # for a transfer, in a step without rows; a request that comes waits as long
 
 
 class ModelRunner:
-    """Loads a rank's part of a model, sizes and allocates the KV pool, and runs plans in order.
+    """Loads a rank's part of a model (see `loading`), and runs plans in order.
 
     Raises ConfigError or ModelError when that cannot work. `facts` are (name, value, reason) for
     the start-up block. Not thread-safe: build and use it in one thread.
@@ -98,47 +75,22 @@ class ModelRunner:
         engine_id: str = "",
     ) -> None:
         """All ranks of an engine that hands KV over have the same `engine_id`."""
-        shape = checkpoint.shape
         self.group = group
-        self.device, device_fact = choose_device(config, group.rank)
-        dtype_name, dtype_fact = choose_dtype(config, self.device, checkpoint)
-        dtype = DTYPES[dtype_name]
-        pool.wanted_length(config, shape.max_position_embeddings)  # wrong: say so before loading
-        # On a CPU all ranks share it: look before any of them has begun to load.
-        free_bytes = group.minimum(pool.available_memory()) // group.size
-        check_quantization(config, self.device, dtype)
-        layout, draft_layout = self._layout(config, shape, dtype_name), None
-        keep_whole = keeps_whole(shape, dtype, free_bytes * MAX_WHOLE_SHARE)
-        self.model, weights_fact = self._load(config, checkpoint, dtype, progress, keep_whole)
-        draft = self._load_draft(config, shape, dtype, progress)
-        self._weight_bytes = self.model.weight_bytes + (draft.weight_bytes if draft else 0)
-
-        if draft is not None:
-            draft_layout = self._layout(config, draft.shape, dtype_name)
-            layout = replace(layout, draft_token_bytes=draft_layout.token_bytes)
-        size = pool.size_pool(
-            config,
-            layout,
-            self._memory(config, free_bytes, estimate_activations(config, shape, dtype.itemsize)),
-            model_max_len=shape.max_position_embeddings,
-            device=self.device.type,
-        )
-        self.num_blocks = size.num_blocks
-        self.max_model_len = size.max_model_len
-        self.facts: list[Fact] = [device_fact, dtype_fact, weights_fact, *size.facts]
-        self.facts += pool.parallel_facts(shape, self.model.shard)
-
-        self.kv_pool, self.connector = self._allocate_pool(config, checkpoint, layout, engine_id)
+        loaded = load(config, checkpoint, progress, group, engine_id)
+        self.device, self.model = loaded.device, loaded.model
+        self.num_blocks, self.max_model_len = loaded.size.num_blocks, loaded.size.max_model_len
+        self.kv_pool, self.connector = loaded.kv_pool, loaded.connector
+        self.facts = loaded.facts
         self._pages = PagesAhead(self.kv_pool)
-        num_heads = self.model.shard.num_heads
+        shape, num_heads = self.model.shape, self.model.shard.num_heads
         self.attention = make_attention(self.kv_pool, num_heads, shape.head_dim**-0.5)
         self.whole_steps = whole_steps(self.model, self.attention)
         self.facts.append(kernels_fact(self.model, self.attention, self.whole_steps))
         self.seats = SeatTable(
             max_num_seqs=config.max_num_seqs,
-            max_model_len=size.max_model_len,
+            max_model_len=self.max_model_len,
             block_size=config.block_size,
-            num_blocks=size.num_blocks,
+            num_blocks=self.num_blocks,
         )
         self.sampler = Sampler(
             max_num_seqs=config.max_num_seqs,
@@ -146,90 +98,14 @@ class ModelRunner:
             seed=config.seed,
             device=self.device,
         )
-        # Seats whose prompt log-probs are wanted: how many of the top, else -1.
-        self._prompt_logprobs = np.full(config.max_num_seqs, -1, np.int32)
-        self._num_prompt_logprobs = 0  # of these seats
+        self._prompt_logprobs = PromptLogprobs(self.model, self.seats, group)
         self._num_drafts = config.num_speculative_tokens
         self._reports_drafts = not config.async_scheduling
-        self.drafter = self._make_drafter(config, draft, draft_layout)
+        self.drafter = self._make_drafter(config, loaded.draft, loaded.draft_pool)
         self._warm_up(progress)
 
-    def _layout(self, config: EngineConfig, shape: ModelShape, dtype: str) -> KvLayout:
-        """How the KV of a model that runs in `dtype` is laid out."""
-        if config.kv_cache_dtype == "int8":
-            if why := why_no_int8(self.device, DTYPES[dtype], shape.head_dim):
-                raise ConfigError(f"--kv-cache-dtype is int8, but {why}", hint=NO_INT8_HINT)
-            dtype = "int8"
-        return KvLayout(
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype,
-            block_size=config.block_size,
-            tensor_parallel_size=config.tensor_parallel_size,
-        )
-
-    def _load(
-        self,
-        config: EngineConfig,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        progress: Progress | None,
-        keep_whole: bool,
-    ) -> tuple[DecoderModel, Fact]:
-        start_s = time.monotonic()
-        model = load_model(
-            checkpoint,
-            dtype=dtype,
-            device=self.device,
-            seed=config.seed,
-            progress=progress,
-            group=self.group,
-            quantization=config.quantization,
-            keep_dequantised=keep_whole,
-        )
-        reason = f"loaded in {time.monotonic() - start_s:.1f} s"
-        if self.group.size > 1:
-            reason += f" on each of {self.group.size} ranks"
-        if int8 := sum(linear.int8 is not None for linear in model.linears):
-            reason += f"; products of {int8} of {len(model.linears)} matrices in 8 bits (W8A8)"
-        return model, ("Weights", pool.bytes_text(model.weight_bytes), reason)
-
-    def _load_draft(
-        self,
-        config: EngineConfig,
-        shape: ModelShape,
-        dtype: torch.dtype,
-        progress: Progress | None,
-    ) -> DecoderModel | None:
-        """The draft model, when the settings ask for one; it runs like the model does."""
-        if config.speculative_method != "draft_model":
-            return None
-        path = Path(config.speculative_model)
-        checkpoint = open_checkpoint(path, load_format=config.load_format)
-        check_vocabulary(checkpoint.shape, shape, checkpoint.name)
-        return load_model(
-            checkpoint, dtype=dtype, device=self.device, seed=config.seed, progress=progress
-        )
-
-    def _allocate_pool(
-        self, config: EngineConfig, checkpoint: Checkpoint, layout: KvLayout, engine_id: str
-    ) -> tuple[Tensor, KvConnectorWorker | None]:
-        """The KV pool, and what moves KV between it and those of other engines."""
-        dtype = _KV_DTYPES[layout.dtype]
-        if not config.hands_off:
-            return pool.allocate_pool(self.num_blocks, layout, dtype, self.device), None
-        model = fingerprint(checkpoint, config.seed)
-        record = record_of(layout, self.num_blocks, model)
-        kv_pool, memory = pool.allocate_readable_pool(record, layout, dtype, self.device)
-        engine_id = engine_id or handoff.new_engine_id()
-        connector = handoff.make_connector(config, memory, record, engine_id, self.group.rank)
-        transport = connector.endpoint.transport
-        self.facts.append(("KV hand-off", f"over {transport}", f"engine {engine_id}"))
-        return kv_pool, connector
-
     def _make_drafter(
-        self, config: EngineConfig, draft: DecoderModel | None, layout: KvLayout | None
+        self, config: EngineConfig, draft: DecoderModel | None, draft_pool: Tensor | None
     ) -> Drafter | None:
         most = f"at most {config.num_speculative_tokens} tokens a step"
         if config.speculative_method == "ngram":
@@ -240,35 +116,12 @@ class ModelRunner:
             drafts = config.num_speculative_tokens
             costs = step_costs(config.max_num_seqs * (1 + drafts), few_bits=few_bits)
             return NgramDrafter(self.seats, shortest=low, longest=high, most=drafts, costs=costs)
-        if draft is None or layout is None:
+        if draft is None or draft_pool is None:
             return None
-        dtype = _KV_DTYPES[layout.dtype]
-        draft_pool = pool.allocate_pool(self.num_blocks, layout, dtype, self.device)
-        weights = pool.bytes_text(draft.weight_bytes)
+        weights = bytes_text(draft.weight_bytes)
         name = Path(config.speculative_model).name
         self.facts.append(("Drafts", most, f"--speculative-model {name}, {weights} weights"))
         return ModelDrafter(draft, draft_pool, self.seats)
-
-    def _memory(self, config: EngineConfig, free_bytes: int, activation_bytes: int) -> pool.Memory:
-        """Room for the KV pool, on the rank with the least; `free_bytes`: before weights came."""
-        utilization = config.gpu_memory_utilization
-        if self.device.type == "cpu":
-            utilization /= len(config.local_roles)  # the engines share the host's memory
-            memory = pool.cpu_memory(
-                utilization,
-                free_bytes,
-                weight_bytes=self._weight_bytes,
-                activation_bytes=activation_bytes,
-            )
-        else:
-            free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
-            memory = pool.gpu_memory(
-                utilization, free_bytes, total_bytes, activation_bytes=activation_bytes
-            )
-        if self.group.size == 1:
-            return memory
-        reason = f"{memory.reason}, on each of {self.group.size} ranks"
-        return pool.Memory(self.group.minimum(memory.budget_bytes), reason)
 
     @property
     def endpoint(self) -> KvEndpoint | None:
@@ -297,15 +150,9 @@ class ModelRunner:
         self.seats.apply(plan)
         if self.group.rank == 0:
             self.sampler.vacate(plan.freed_slots)
-        for seat in plan.freed_slots.tolist() if self._num_prompt_logprobs else ():
-            self._want_prompt_logprobs(seat, -1)
-        for new in plan.new:
-            if self.group.rank == 0:
+            for new in plan.new:
                 self.sampler.seat(new)
-            # A request that comes back with outputs has had its prompt's log-probs reported.
-            has_outputs = len(new.token_ids) > new.num_prompt_tokens
-            wanted = None if has_outputs else new.params.prompt_logprobs
-            self._want_prompt_logprobs(new.slot, -1 if wanted is None else wanted)
+        self._prompt_logprobs.follow(plan)
         result = StepResult(
             step=plan.step, num_sampled=np.zeros(len(plan.slots), np.int32), token_ids=NO_TOKENS
         )
@@ -324,10 +171,6 @@ class ModelRunner:
             connector.wait(IDLE_WAIT_S)
         return connector.report()
 
-    def _want_prompt_logprobs(self, seat: int, num_top: int) -> None:
-        self._num_prompt_logprobs += (num_top >= 0) - int(self._prompt_logprobs[seat] >= 0)
-        self._prompt_logprobs[seat] = num_top
-
     def _run_rows(self, plan: StepPlan, result: StepResult) -> None:
         num_drafts = self._fill_in_drafts(plan)
         if len(num_drafts):
@@ -341,11 +184,10 @@ class ModelRunner:
             widths += num_drafts[rows]
         all_sample = len(inputs.token_ids) == (widths.sum() if len(num_drafts) else len(rows))
         last = None if all_sample else spans(inputs.query_start[rows + 1] - widths, widths)
-        output = self._forward(inputs, all_sample, None if self._num_prompt_logprobs else last)
+        output = self._forward(inputs, all_sample, None if self._prompt_logprobs.wanted else last)
         if self.drafter is not None:
             self.drafter.follow(plan, inputs)
-        if self._num_prompt_logprobs:
-            self._report_prompt_logprobs(plan, inputs, output.hidden, result)
+        result.logprobs += self._prompt_logprobs.report(plan, inputs, output.hidden)
         if not len(rows):
             return
         seats = plan.slots[rows]
@@ -455,35 +297,6 @@ class ModelRunner:
         ids, at = (torch.from_numpy(it).to(self.device) for it in (token_ids, positions))
         hidden = self.model.forward(ids, at, self.attention)
         return StepOutput(len(hidden), hidden)
-
-    @torch.inference_mode()
-    def _report_prompt_logprobs(
-        self, plan: StepPlan, inputs: StepInputs, hidden: Tensor, result: StepResult
-    ) -> None:
-        """Append log-probs of the prompt tokens that this step's rows predict."""
-        for row in np.flatnonzero(self._prompt_logprobs[plan.slots] >= 0).tolist():
-            seat, first = int(plan.slots[row]), int(inputs.num_computed[row])
-            # Position p predicts token p + 1; the last prompt position predicts an output.
-            num_prompt = int(self.seats.num_prompt_tokens[seat])
-            count = min(int(plan.num_scheduled[row]), num_prompt - 1 - first)
-            if count <= 0:
-                continue
-            start = int(inputs.query_start[row])
-            targets = self.seats.token_ids[seat, first + 1 : first + 1 + count]
-            num_top = int(self._prompt_logprobs[seat])
-            report = RowLogprobs(row, [], prompt_start=first + 1)
-            chunk = max(1, PROMPT_LOGITS_BYTES // (4 * self.model.shape.vocab_size))
-            for at in range(0, count, chunk):
-                now = slice(start + at, start + min(at + chunk, count))
-                tokens = torch.from_numpy(targets[at : at + chunk].astype(np.int64))
-                logits = self.model.logits(hidden[now])
-                if self.group.rank != 0:
-                    continue  # has helped to compute what only rank 0 reports
-                logprobs = torch.log_softmax(logits, -1)
-                report.tokens += token_logprobs(
-                    logprobs, tokens.to(self.device), [num_top] * len(tokens)
-                )
-            result.logprobs.append(report)
 
     @torch.inference_mode()
     def _warm_up(self, progress: Progress | None) -> None:

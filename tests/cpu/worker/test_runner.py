@@ -13,6 +13,7 @@ from tests.cpu.worker.driving import Driver, Request, small_config
 from twostroke.checkpoint import open_checkpoint
 from twostroke.errors import ConfigError
 from twostroke.messages import NO_TOKENS, SamplingParams
+from twostroke.worker import prompt_logprobs
 from twostroke.worker import runner as runner_module
 from twostroke.worker.attention import TorchAttention, make_attention
 from twostroke.worker.inputs import PlanError
@@ -94,7 +95,7 @@ def test_a_seeded_request_draws_the_same_tokens_in_any_company(runner: ModelRunn
 def test_log_probs_of_prompt_and_output(
     runner: ModelRunner, chunk: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(runner_module, "PROMPT_LOGITS_BYTES", 3 * 4 * 259)  # 3 positions at once
+    monkeypatch.setattr(prompt_logprobs, "LOGITS_BYTES", 3 * 4 * 259)  # 3 positions at once
     params = SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=3)
     request, other = Request(list(range(40, 61)), 4, params), Request([1, 2], 9)
     Driver(runner.run).serve([request, other], chunk=chunk)

@@ -17,7 +17,7 @@ from twostroke.model.elementwise import kernels
 from twostroke.model.few_rows_quantised import MAX_QUANTISED_ROWS, works
 from twostroke.model.step_ends import address
 from twostroke.testing.tiny_model import write_tiny_checkpoint
-from twostroke.worker import runner as runner_module
+from twostroke.worker import loading
 from twostroke.worker.device import check_quantization
 from twostroke.worker.inputs import StepInputs
 from twostroke.worker.runner import ModelRunner
@@ -233,7 +233,7 @@ def test_with_little_memory_weights_are_kept_in_few_bits_only(
         pytest.skip("no kernel for few bits on this processor")
     stored = write_gguf(tmp_path / "model.gguf", directory, Quant.Q8_0)
     both = make_runner(stored, 1)
-    monkeypatch.setattr(runner_module, "MAX_WHOLE_SHARE", 0.0)
+    monkeypatch.setattr(loading, "MAX_WHOLE_SHARE", 0.0)
     few = make_runner(stored, 1)
     assert few.model.weight_bytes < both.model.weight_bytes
     one, many = inputs_of([1, 1], 0), inputs_of([64, 40], 1)
