@@ -80,7 +80,7 @@ class ModelRunner:
         self.device, self.model = loaded.device, loaded.model
         self.num_blocks, self.max_model_len = loaded.size.num_blocks, loaded.size.max_model_len
         self.kv_pool, self.connector = loaded.kv_pool, loaded.connector
-        self.facts = loaded.facts
+        self.facts = [*loaded.facts]
         self._pages = PagesAhead(self.kv_pool)
         shape, num_heads = self.model.shape, self.model.shard.num_heads
         self.attention = make_attention(self.kv_pool, num_heads, shape.head_dim**-0.5)
