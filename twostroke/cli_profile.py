@@ -57,8 +57,8 @@ def profile(
     """Measure what a step costs, and what the processes around it add; write a profile.
 
     Starts the server that `serve` would with the same flags, sends it prompts of many sizes, fits,
-    and checks the fit on a load of another kind. `serve` with --pd-policy cost, `plan` and
-    `twin --profile` read the file.
+    and checks the fit on a load of another kind. `serve --profile`, `twin --cost` and
+    `diagnose --profile` read the file.
     """
     from twostroke.cost_profile import default_path
 
