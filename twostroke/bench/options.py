@@ -97,5 +97,5 @@ class TransferOptions:
     peer: str = _option("", "read from where --serve runs, at the address that it prints (nixl)")
     key: Path | None = _option(None, "key file that --serve and --peer share: twostroke key FILE")
     seed: int = _option(0, "of where the blocks are")
-    json: Path | None = _option(None, "write all figures to this file, for plan and twin")
+    json: Path | None = _option(None, "write all figures to this file, as JSON")
     plot: Path | None = _option(None, "draw bandwidth by block size into this file (SVG)")

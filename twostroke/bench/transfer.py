@@ -324,7 +324,7 @@ def _fits(samples: Sequence[Sample]) -> list[Fit]:
 
 
 def result_of(results: Sequence[Result], options: TransferOptions, host: str) -> dict[str, object]:
-    """All of it as JSON. `link` is the first fit of the first transport: for plan and twin."""
+    """All of it as JSON. `link` is the first fit of the first transport."""
     fits = [(result, fit) for result in results for fit in result.fits]
     return {
         "host": host,
