@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,9 +105,8 @@ class Conversation:
                 if response.is_error:
                     response.read()
                     raise TwostrokeError(_error_text(response))
-                for line in response.iter_lines():
-                    data = line.removeprefix("data:").strip()
-                    if not line.startswith("data:") or data == "[DONE]":
+                for data in _events(response):
+                    if data == b"[DONE]":
                         continue
                     chunk = json.loads(data)
                     if "error" in chunk:
@@ -215,6 +214,17 @@ def _unreachable(client: "httpx.Client", error: Exception) -> TwostrokeError:
             hint="start one with twostroke serve, or name another with --url",
         )
     return TwostrokeError(f"the server at {client.base_url} broke off: {reason}")
+
+
+def _events(response: "httpx.Response") -> Iterator[bytes]:
+    """The data of each server-sent event. (httpx's own lines also end at U+2028 and other
+    characters of an answer.)"""
+    rest = b""
+    for piece in response.iter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
 
 
 def _error_text(response: "httpx.Response") -> str:

@@ -203,7 +203,7 @@ class FakeServer:
             return httpx.Response(200, json=self.slots)
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "fake"}]})
-        events = [f"data: {json.dumps(event)}\n\n" for event in self.events]
+        events = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in self.events]
         return httpx.Response(200, text="".join([*events, "data: [DONE]\n\n"]))
 
     def bodies(self):
@@ -231,6 +231,13 @@ def test_chat_answers_one_prompt(fake_server):
     assert "temperature" not in body
     assert fake_server.requests[0].headers["authorization"] == "Bearer k"
     assert str(fake_server.requests[0].url) == "http://h:1/v1/chat/completions"
+
+
+def test_an_answer_may_hold_what_unicode_calls_the_end_of_a_line(fake_server):
+    text = "a\u2028b\u0085c\u2029d\x1ce"
+    fake_server.events = [delta(text)]
+    conversation = cli_chat.Conversation(cli_chat.connect("http://h", ""), "default")
+    assert list(conversation.ask("x")) == [text]
 
 
 def test_a_conversation_remembers_and_ends_with_its_input(fake_server):
