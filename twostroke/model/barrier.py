@@ -2,8 +2,8 @@
 
 OpenMP's own barrier asks the operating system at every turn to wake sleepers, though there are
 none; a step of few tokens has some 200 turns. Here a thread spins for a moment, and then sleeps for
-moments: on a busy machine its fellows may be waiting for its processor. (To yield it is not enough:
-a thread that yields counts as one that runs, so the others are not moved to where it is.)
+moments: on a busy machine its fellows may be waiting for its processor. (Yielding is not enough: a
+thread that yields counts as one that runs, so the others are not moved to where it is.)
 """
 
 import ctypes

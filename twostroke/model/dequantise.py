@@ -2,8 +2,8 @@
 
 Each format packs a row into blocks of 32 or 256 values with a scale (d), for some also a minimum
 (m); the layouts are those of ggml-common.h, the arithmetic is float32 as in the gguf package, to
-whose results these are tested equal. Several times faster than that package; and where numba is
-there, compiled for the formats and the type that are most used (see `dequantise_kernels`).
+whose results these are tested equal, and several times faster. Where numba is there, the formats
+and the type that are most used are compiled (see `dequantise_kernels`).
 """
 
 import functools

@@ -50,7 +50,7 @@ _CHUNKS = (1024, 512)  # inputs that oneDNN has been seen to sum up before addin
 
 
 class FewRows(TileProduct):
-    """At most MAX_ROWS rows, with a weight that oneDNN has packed."""
+    """Any number of rows, with a weight that oneDNN has packed."""
 
     __slots__ = ()
 

@@ -1,4 +1,5 @@
-"""Products of few rows with a weight of 4 or 8 bits, read as it is: a decode step's linear layers.
+"""Products with a weight of 4 or 8 bits, read as it is: a decode step's linear layers, and those of
+any step where the processor has no products of bfloat16.
 
 What a weight of few bits saves is the way from memory, so the arithmetic must keep up with that: 64
 bytes of the weight, and a row, are 4 instructions with 4 bits and 2 with 8, where the processor

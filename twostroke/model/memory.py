@@ -1,9 +1,9 @@
-"""What a process hands back to the system, and when.
+"""What a process hands back to the system, and when; and memory for weights on large pages.
 
-Freed memory goes back once, after loading, and not after every operation, as glibc does it. By
-default each temporary tensor above 128 KiB to 32 MiB is mapped and unmapped anew, and every one of
-its pages faults on first use. On a CPU that is most of the time of cheap operations: an RMS norm of
-1,024 x 576 bf16 takes 2.0 ms with the default and 0.18 ms without (2 cores, Zen 4).
+Freed memory goes back once, after loading, and not after every operation, as glibc does it: it maps
+and unmaps each temporary tensor above a threshold (128 KiB at first, 32 MiB at most) anew, and
+every one of its pages faults on first use. On a CPU that is most of the time of cheap operations:
+an RMS norm of 1,024 x 576 bf16 takes 2.0 ms with the default and 0.18 ms without (2 cores, Zen 4).
 """
 
 import contextlib

@@ -1,5 +1,5 @@
-"""Puts weights of few bits into the layout of `few_rows_quantised`, compiled: starting up is partly
-this, and torch takes five passes over the weights for it.
+"""Puts weights of few bits into the layout of `few_rows_quantised`, compiled: torch would take five
+passes over the weights, for which a start waits.
 """
 
 import numpy as np

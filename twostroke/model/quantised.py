@@ -1,7 +1,7 @@
 """Weights as integers with a scale for each group of inputs: ggml's formats, and our own rounding.
 
 Formats of ggml whose values are 4-bit with a scale, and perhaps a minimum, for every 32 inputs are
-kept as they are, as is Q8_0. The others (5 and 6 bits) are kept as 8-bit where that is exact.
+kept as they are, as is Q8_0. Weights in any other format are dequantised.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,13 @@
-"""What the kernels for few rows have in common, in LLVM's language: how a weight is walked.
+"""What the kernels of products have in common, in LLVM's language: how a weight is walked.
 
-A weight lies in blocks of 64 outputs. Threads take blocks by ticket, as they get done, each with
-some rows of x where these are many; where they are not, the last block's rows are halved, so that
-threads end together: 9 blocks over 2 threads are 4.5 each. Rows are handled in tiles of few, each
-by a function of its own, so that sums stay in registers. A kernel brings these functions, and says
-what it calls the last two numbers that they are given. A thread takes its next ticket before it
-begins with a block, so that while it is at the end of one the memory can bring the beginning of the
-next; and asks for the beginning of its first one before all else.
+A weight lies in blocks of 64 outputs. Threads take blocks by ticket, as they get done. Where rows
+of x are many, a ticket is a block for some of them; where they are few, the last block is two
+tickets of half the rows each, so that threads end together: 9 blocks over 2 threads are 4.5 each.
+Rows are multiplied in tiles of at most MAX_TILE_ROWS, whose sums stay in registers: a function for
+each number of rows. A kernel brings these functions, and decides what `first` and `second`, which
+they are given, mean. A thread takes its next ticket before it begins a block, so that at the
+block's end it can ask the memory for the beginning of the next one; for that of its first one it
+asks before all else.
 """
 
 import contextlib
