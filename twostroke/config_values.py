@@ -3,6 +3,8 @@
 import difflib
 import ipaddress
 import json
+import math
+import re
 import tomllib
 import types
 import typing
@@ -115,3 +117,23 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+_BYTES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_BITS = {"Mb": 1e6 / 8, "Gb": 1e9 / 8, "Tb": 1e12 / 8}
+
+
+def parse_rate(text: str, name: str) -> float:
+    """Bytes per second of 50GB/s, 400Gb/s or 400Gbps; B is for bytes and b for bits."""
+    match = re.fullmatch(r"([0-9.eE+-]+)\s*([KMGT]?[Bb])(?:/s|ps)", text.strip())
+    unit = (_BYTES | _BITS).get(match[2]) if match else None
+    try:
+        value = float(match[1]) if match else math.nan
+    except ValueError:
+        value = math.nan
+    if unit is None or not 0 < value < math.inf:
+        raise ConfigError(
+            f"{name} is {text!r}; it must be a rate over 0 with its unit",
+            hint="as 50GB/s or 400Gb/s",
+        )
+    return value * unit

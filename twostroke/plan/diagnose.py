@@ -17,12 +17,13 @@ from twostroke.advice.figures import carried_per_s, request_s
 from twostroke.advice.observation import FIELDS, UNKNOWN, Observation, from_dict, words
 from twostroke.advice.verdict import Verdict, evidence, figure
 from twostroke.advice.verdicts import judge
+from twostroke.config_values import parse_rate
 from twostroke.cost import StepWork
 from twostroke.cost_profile import Profile
 from twostroke.errors import ConfigError
 from twostroke.kv.sizing import KvLayout
 from twostroke.plan import ledger_observation, own_metrics, scrape, vllm_metrics
-from twostroke.plan.question import parse_rate, parse_seconds, parse_slo
+from twostroke.plan.question import parse_seconds, parse_slo
 from twostroke.twin.models import find_shape
 
 MAX_FILE_BYTES = 2 << 30
@@ -183,7 +184,7 @@ def facts(
     if slo and math.isfinite(bound := parse_slo(slo).tpot_s):
         found["tpot_slo_s"] = bound
     if link:
-        found["link_bytes_per_s"] = parse_rate(link)
+        found["link_bytes_per_s"] = parse_rate(link, "--link")
     if model:
         shape, size = find_shape(model), tensor_parallel_size or 1
         layout = KvLayout(

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from twostroke.arrays import Float64s
+from twostroke.config_values import parse_rate
 from twostroke.cost import StepCost
 from twostroke.errors import ConfigError
 from twostroke.kv_messages import DTYPE_BYTES
@@ -77,23 +78,6 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
-
-
-_BYTES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-_BITS = {"Mb": 1e6 / 8, "Gb": 1e9 / 8, "Tb": 1e12 / 8}
-
-
-def parse_rate(text: str, name: str = "--link") -> float:
-    """Bytes per second of 50GB/s, 400Gb/s or 400Gbps; B is for bytes and b for bits."""
-    match = re.fullmatch(r"([0-9.eE+-]+)\s*([KMGT]?[Bb])(?:/s|ps)", text.strip())
-    value = _number(match[1]) if match else math.nan
-    unit = (_BYTES | _BITS).get(match[2]) if match else None
-    if unit is None or not 0 < value < math.inf:
-        raise ConfigError(
-            f"{name} is {text!r}; it must be a rate over 0 with its unit",
-            hint="as 50GB/s or 400Gb/s",
-        )
-    return value * unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +160,7 @@ def ask(
             hint="a step must hold one token of each running request",
         )
     hardware = find_gpu(gpu)
-    rate = parse_rate(link) if link else hardware.nic_bytes_per_s
+    rate = parse_rate(link, "--link") if link else hardware.nic_bytes_per_s
     if rate is None:
         raise ConfigError(
             f"an {hardware.name} has no network card of its own", hint="give one: --link 12.5GB/s"

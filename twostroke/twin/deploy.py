@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from twostroke.config import SchedulerConfig
+from twostroke.config_values import parse_rate
 from twostroke.cost import BandwidthCurve, HostCost, StepCost
 from twostroke.errors import ConfigError
 from twostroke.kv.sizing import KvLayout
@@ -186,10 +187,12 @@ def _link(options: TwinOptions, gpu: Hardware, tp: int) -> Link:
 
 
 def _curve(flag: str, text: str) -> BandwidthCurve:
-    """GB/s, or a file."""
+    """A rate with its unit or in GB/s, or a file."""
     try:
         rate = float(text)
     except ValueError:
+        if text.strip().endswith(("/s", "ps")):
+            return BandwidthCurve((0.0,), (parse_rate(text, flag),))
         return BandwidthCurve.from_file(Path(text))
     if not 0 < rate < 1e9:
         raise ConfigError(f"{flag} is {text}; it must be a number of GB/s over 0, or a file")

@@ -28,9 +28,10 @@ class TwinOptions:
     speed: float = _option(1.0, "play the workload so many times as fast", minimum=0)
     seed: int = _option(0, "of arrivals and lengths that are drawn")
     link: str = _option(
-        "", "GB/s of one engine each way, or a file of seconds,bytes/s; default: its NICs"
+        "",
+        "of one engine each way: 50GB/s, 400Gb/s, or a file of seconds,bytes/s; default: its NICs",
     )
-    fabric: str = _option("", "GB/s that all transfers share, or such a file; default: no limit")
+    fabric: str = _option("", "what all transfers share, likewise; default: no limit")
     link_latency_ms: float = _option(0.4, "of each transfer, before its bytes move", minimum=0)
     link_message_us: float = _option(0.0, "of each message of a transfer", minimum=0)
     kv_mode: str = _option("pull", "pull: D reads a whole prompt; stream: chunk by chunk")

@@ -62,7 +62,9 @@ def choose_device(config: EngineConfig, rank: int = 0) -> tuple[torch.device, Fa
         reason += f", all {total} cores given to us"
     if threads < total // num_ranks:
         reason += f"; OpenMP gives {threads}: see OMP_THREAD_LIMIT"
-    name = f"cpu, {threads} threads" + (f" on each of {num_ranks} ranks" if num_ranks > 1 else "")
+    name = f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+    if num_ranks > 1:
+        name += f" on each of {num_ranks} ranks"
     return torch.device("cpu"), ("Device", name, reason)
 
 
@@ -103,8 +105,8 @@ def choose_dtype(
     if device.type == "cpu":
         if found := _multiplies_bf16(cpu_flags):
             name, reason = "bfloat16", f"the CPU has {found}"
-        elif checkpoint is not None and _stays_in_few_bits(config, checkpoint):
-            name, reason = "bfloat16", "weights of few bits are multiplied as they are"
+        elif checkpoint is not None and (why := _why_no_bf16_needed(config, checkpoint)):
+            name, reason = "bfloat16", why
         else:
             name, reason = "float32", "the CPU has no bfloat16 instructions"
         return name, ("Number format", name, reason)
@@ -128,14 +130,16 @@ def keeps_whole(shape: ModelShape, dtype: torch.dtype, room_bytes: float) -> boo
     return _multiplies_bf16() != "" and num_parameters(shape) * dtype.itemsize <= room_bytes
 
 
-def _stays_in_few_bits(config: EngineConfig, checkpoint: Checkpoint) -> bool:
-    """Whether all products of a model in bfloat16 are those of weights in few bits."""
-    if config.quantization == "none" or config.tensor_parallel_size > 1:
-        return False
-    if config.quantization == "int8" or config.speculative_method == "draft_model":
-        return False
-    is_possible = few_rows_quantised.works()
-    return is_possible and (config.quantization == "int4" or is_in_few_bits(checkpoint))
+def _why_no_bf16_needed(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """Why a model in bfloat16 runs well on a CPU that cannot multiply it; empty: it does not."""
+    if config.tensor_parallel_size > 1 or config.speculative_method == "draft_model":
+        return ""
+    if config.quantization == "int8":
+        return "products in 8 bits need no bfloat16 instructions" if int8_rows.works() else ""
+    if config.quantization == "none" or not few_rows_quantised.works():
+        return ""
+    is_in_few = config.quantization == "int4" or is_in_few_bits(checkpoint)
+    return "weights of few bits are multiplied as they are" if is_in_few else ""
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -11,6 +11,7 @@ from tests.cpu.model.test_gguf import Quant, write_gguf
 from twostroke.checkpoint import Checkpoint, open_checkpoint
 from twostroke.config import EngineConfig
 from twostroke.errors import ConfigError
+from twostroke.model import int8_rows
 from twostroke.model.few_rows_quantised import works
 from twostroke.shape import from_hf_config
 from twostroke.testing.tiny_model import tiny_config, write_tiny_checkpoint
@@ -52,6 +53,16 @@ def test_weights_that_stay_in_few_bits_need_no_bfloat16_products(tmp_path: Path)
     assert fact[2] == "weights of few bits are multiplied as they are"
 
 
+def test_products_in_8_bits_need_no_bfloat16_products(tmp_path: Path):
+    write_tiny_checkpoint(tmp_path)
+    checkpoint, config = open_checkpoint(tmp_path), EngineConfig(quantization="int8")
+    dtype, fact = choose_dtype(config, CPU, checkpoint, frozenset({"avx512_vnni"}))
+    assert dtype == ("bfloat16" if int8_rows.works() else "float32")
+    assert ("8 bits" in fact[2]) == int8_rows.works()
+    alone = EngineConfig(quantization="int8", tensor_parallel_size=2)
+    assert choose_dtype(alone, CPU, checkpoint, frozenset({"avx512_vnni"}))[0] == "float32"
+
+
 def test_the_users_number_format_wins():
     name, fact = choose_dtype(EngineConfig(dtype="float16"), CPU, None, frozenset())
     assert (name, fact[2]) == ("float16", "--dtype")
@@ -63,7 +74,7 @@ def test_threads_of_a_cpu():
         device, fact = choose_device(EngineConfig(device="cpu", cpu_threads=1))
         assert device == CPU
         assert torch.get_num_threads() == 1
-        assert fact == ("Device", "cpu, 1 threads", "--device, --cpu-threads")
+        assert fact == ("Device", "cpu, 1 thread", "--device, --cpu-threads")
     finally:
         torch.set_num_threads(before)
 

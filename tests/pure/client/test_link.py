@@ -1,7 +1,7 @@
 from twostroke.client.link import join_answers, join_ready
 from twostroke.messages import EngineReady
 
-DEVICE = ("Device", "cpu, 1 threads", "2 cores among 2 engines")
+DEVICE = ("Device", "cpu, 1 thread", "2 cores among 2 engines")
 
 
 def ready(engine: int, num_blocks: int, max_model_len: int, *facts) -> EngineReady:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from twostroke.errors import ConfigError, TwostrokeError
-from twostroke.plan.question import ask, parse_rate, parse_slo, shared_tokens
+from twostroke.plan.question import ask, parse_slo, shared_tokens
 from twostroke.twin.workload import from_spec
 
 GOOD = {
@@ -39,18 +39,6 @@ def test_bounds_on_latency() -> None:
 def test_wrong_bounds_are_named(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         parse_slo(text)
-
-
-def test_rates_are_in_bytes_or_bits() -> None:
-    assert parse_rate("50GB/s") == 50e9
-    assert parse_rate("400Gb/s") == parse_rate("400Gbps") == 50e9
-    assert parse_rate("12.5 MB/s") == 12.5e6
-
-
-@pytest.mark.parametrize("text", ["50", "fast", "0GB/s", "-1GB/s", "50GB", "nanGB/s"])
-def test_wrong_rates_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--link is"):
-        parse_rate(text)
 
 
 def test_a_question_knows_its_load() -> None:

@@ -67,7 +67,7 @@ def test_links_from_numbers_and_files(tmp_path):
     curve = tmp_path / "b.csv"
     curve.write_text("seconds,rate\n0,1e9\n5,2e9\n")
     scenario = scenario_of(
-        TwinOptions(**ARTICLE, prefill="1", decode="1", link=str(curve), fabric="100")
+        TwinOptions(**ARTICLE, prefill="1", decode="1", link=str(curve), fabric="800Gb/s")
     )
     assert scenario.link.bandwidth.rate_at(6) == 2e9
     assert scenario.link.fabric is not None
@@ -88,6 +88,8 @@ def test_links_from_numbers_and_files(tmp_path):
         ({"both": "1", "cost": "magic"}, "--cost is 'magic'"),
         ({"both": "1", "link": "-3"}, "--link is -3"),
         ({"both": "1", "link": "nowhere.csv"}, "cannot read"),
+        ({"both": "1", "link": "0GB/s"}, "--link is '0GB/s'"),
+        ({"both": "1", "fabric": "fast/s"}, "--fabric is 'fast/s'"),
         ({"both": "1", "kv_gib": 1e-9}, "holds no block"),
         ({"both": "1", "gpu": "RTX 4090", "kv_gib": 0.0}, "leave no room for KV"),
     ],
