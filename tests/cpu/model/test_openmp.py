@@ -48,7 +48,7 @@ def test_steps_are_whole_on_the_threads_that_there_are(tiny_dir: Path) -> None:
     assert done.returncode == 0, done.stderr
     are_equal, fact = map(json.loads, done.stdout.splitlines())
     assert are_equal == [True] * 6
-    assert fact[1] == "cpu, 1 threads"
+    assert fact[1] == "cpu, 1 thread"
     assert "OpenMP gives 1: see OMP_THREAD_LIMIT" in fact[2]
 
 

@@ -89,12 +89,12 @@ def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(6), raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 6)
     try:
-        for engines, threads in ((2, 3), (4, 1), (8, 1)):
+        for engines, threads, name in ((2, 3, "3 threads"), (4, 1, "1 thread"), (8, 1, "1 thread")):
             config = EngineConfig(device="cpu", data_parallel_size=engines)
             _, fact = choose_device(config)
             assert torch.get_num_threads() == threads
             reason = f"--device, 6 cores among {engines} engines"
-            assert fact == ("Device", f"cpu, {threads} threads", reason)
+            assert fact == ("Device", f"cpu, {name}", reason)
         _, fact = choose_device(EngineConfig(device="cpu", prefill=1, decode=2))
         assert fact == ("Device", "cpu, 2 threads", "--device, 6 cores among 3 engines")
     finally:

@@ -182,7 +182,7 @@ def test_facts_say_what_was_chosen_and_why(tiny_dir: Path):
     assert runner.num_blocks == 5
     assert runner.max_model_len == 32
     facts = {name: (value, reason) for name, value, reason in runner.facts}
-    assert facts["Device"] == ("cpu, 1 threads", "--device, --cpu-threads")
+    assert facts["Device"] == ("cpu, 1 thread", "--device, --cpu-threads")
     assert facts["Number format"] == ("float32", "--dtype")
     assert facts["KV pool"] == ("20 KiB, 5 blocks of 8 = 32 tokens", "--num-gpu-blocks-override")
     assert facts["Model length"][0] == "32 tokens"

@@ -72,7 +72,7 @@ def test_facts_say_what_a_rank_has(pair: ProcessExecutor):
     value, reason = facts["Tensor parallel"]
     assert value == "2 ranks"
     assert reason == "--tensor-parallel-size; each has 2 of 4 heads and 1 of 2 KV heads"
-    assert facts["Device"][0] == "cpu, 1 threads on each of 2 ranks"
+    assert facts["Device"][0] == "cpu, 1 thread on each of 2 ranks"
     # 2 layers, keys and values, 1 KV head, 16 values of 4 bytes: half of what one worker has.
     assert facts["KV pool"][0].startswith(f"{128 * 8 * 2 * 2 * 16 * 4 >> 10} KiB, 128 blocks")
 
