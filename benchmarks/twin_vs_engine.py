@@ -192,7 +192,9 @@ def fit(seen: Measured) -> Fitted:
         f"hand-off {host.handoff_s * 1e3:.1f} ms; longer beside the other engine's step by "
         f"{host.beside_s * 1e3:.2f} ms, for each of them that begins by "
         f"{host.interrupted_s * 1e3:.2f} ms, with other rows than before by "
-        f"{host.changed_s * 1e3:.2f} ms, after a pause by {host.cold_s * 1e3:.1f} ms"
+        f"{host.changed_s * 1e3:.2f} ms, after a pause by {host.cold_s * 1e3:.1f} ms, "
+        f"while a request comes by {host.arrival_s * 1e3:.1f} ms, for each further one by "
+        f"{host.arrivals_s * 1e3:.2f} ms"
     )
     link = None
     if loads := seen.trace.loads:
@@ -369,7 +371,7 @@ def predict(layout: str, recording: Recording) -> dict[str, dict[str, dict[str, 
     checkpoint = resolve(config)
     print(f"{layout}:")
     fitted = fit(recording.measured)
-    print(f"  steps of all loads: {error_on(fitted.step, fitted.host, recording.steps)}")
+    print(f"  steps of all loads: {error_on(fitted.step, fitted.host, recording.steps, recording.measured.trace.inputs_s)}")
     figures, seeds = {}, count()
     for name, repeats in recording.loads.items():
         engine = [latencies_of(rounds).figures() for rounds in repeats]

@@ -190,6 +190,10 @@ class HostCost:
     told to clients meanwhile, and prompts leave caches without the weights: where the device is the
     host's processors, this takes time from the steps.
 
+    `arrival_s`: how much longer a step takes during which a request reaches its engine, and
+    `arrivals_s` each further one of the same step: the front end reads them on the host's
+    processors. Who comes waits for that step, so late ones are those that newcomers wait for.
+
     `cold_s`: how much longer a step takes after a pause of `COLD_AFTER_S`, but at most `COLD_SHARE`
     of it: processors that have slept, and the host under them, are slow to begin.
     """
@@ -210,6 +214,8 @@ class HostCost:
     beside_s: float = 0.0
     interrupted_s: float = 0.0
     changed_s: float = 0.0
+    arrival_s: float = 0.0
+    arrivals_s: float = 0.0
     cold_s: float = 0.0
     spread: StepSpread = StepSpread()  # of steps around what they take by all of this
 
@@ -219,7 +225,7 @@ class HostCost:
         check_numbers("host cost", self.egress_s, self.egress_row_s, self.cold_s)
         check_numbers("host cost", self.beside_s, self.interrupted_s, self.changed_s)
         check_numbers("host cost", self.deliver_s, self.deliver_row_s, self.handoff_s)
-        check_numbers("host cost", self.deliver_first_s)
+        check_numbers("host cost", self.deliver_first_s, self.arrival_s, self.arrivals_s)
 
     def changes_s(self, share: float) -> float:
         """How much longer steps take, on average, of which such a share has a change of its own."""

@@ -4,6 +4,7 @@
     device  step ──gap── step ──gap── step       beside: steps while other engines compute too
                                                  cold: steps after a pause
                                                  changed: steps with other rows than before
+                                                 arrivals: steps during which requests come
 
 All times are of the host's monotonic clock, so those of different processes can be compared.
 """
@@ -54,7 +55,7 @@ def fit_costs(
     and back is the front end's. Raises ValueError when no step says anything.
     """
     steps = trace.steps
-    cost, shared = _fit_steps(steps)
+    cost, shared = _fit_steps(steps, trace.inputs_s)
     gap_s, gap_row_s = _gaps(steps)
     inward_s, inward_token_s = _inward(steps, waves)
     outward_s, outward_row_s = _outward(steps, waves)
@@ -72,18 +73,20 @@ def fit_costs(
         deliver_first_s=_first_later(steps, waves, outward_s + outward_row_s),
         handoff_s=_handoff(trace, waves, relay_s),
     )
-    error = error_on(cost, host, steps)
-    return cost, replace(host, spread=spread_of(steps, cost, host)), error
+    error = error_on(cost, host, steps, trace.inputs_s)
+    return cost, replace(host, spread=spread_of(steps, cost, host, trace.inputs_s)), error
 
 
-def _fit_steps(steps: Sequence[TracedStep]) -> tuple[LinearStepCost, HostCost]:
-    """The cost of a step alone, and `HostCost.beside_s`, `interrupted_s`, `changed_s`, `cold_s`.
+def _fit_steps(
+    steps: Sequence[TracedStep], inputs_s: Sequence[float]
+) -> tuple[LinearStepCost, HostCost]:
+    """The cost of a step alone, and what others, arrivals, changes and pauses add to it.
 
     First of steps that were alone, as far as there are any; then of all, less what the others and
     a change of rows make of it by that: where prompts and decodes have engines of their own, few
     prompts are alone.
     """
-    around, pauses = _around(steps), _pauses(steps)
+    around, pauses = _around(steps, inputs_s), _pauses(steps)
     lone, after_pause = ~around[:, :2].any(axis=1), pauses > COLD_AFTER_S
     is_warm = ~after_pause | (np.array([step.sample.seconds for step in steps]) > LONG_S)
     chosen = lone & is_warm if (lone & is_warm).sum() >= LEAST_STEPS else np.ones_like(lone)
@@ -99,9 +102,10 @@ def _fit_steps(steps: Sequence[TracedStep]) -> tuple[LinearStepCost, HostCost]:
     return cost, replace(host, cold_s=_cold(alone, lone & after_pause, cost))
 
 
-def _shares(host: HostCost) -> tuple[float, float, float]:
+def _shares(host: HostCost) -> tuple[float, ...]:
     """What each of the columns of `_around` costs."""
-    return host.beside_s, host.interrupted_s, host.changed_s
+    shared = host.beside_s, host.interrupted_s, host.changed_s
+    return *shared, host.arrival_s, host.arrivals_s
 
 
 def _taking(step: TracedStep, seconds: float) -> TracedStep:
@@ -117,16 +121,24 @@ def _fit_typical(steps: Sequence[TracedStep]) -> LinearStepCost:
     return cost
 
 
-def error_on(cost: LinearStepCost, host: HostCost, steps: Sequence[TracedStep]) -> FitError:
-    """How far off the cost is on these steps, with what pauses and other engines add."""
-    alone_s, longer_s = _predicted(steps, cost, host)
+def error_on(
+    cost: LinearStepCost,
+    host: HostCost,
+    steps: Sequence[TracedStep],
+    inputs_s: Sequence[float] = (),
+) -> FitError:
+    """How far off the cost is on these steps, with what all that is around adds; `inputs_s`: when
+    messages reached engines."""
+    alone_s, longer_s = _predicted(steps, cost, host, inputs_s)
     return FitError.of(alone_s + longer_s, [step.sample.seconds for step in steps])
 
 
-def spread_of(steps: Sequence[TracedStep], cost: LinearStepCost, host: HostCost) -> StepSpread:
-    """What steps took of what they take alone, but for what pauses and other engines add and but
-    for slow minutes; engine by engine, each in order."""
-    alone_s, longer_s = _predicted(steps, cost, host)
+def spread_of(
+    steps: Sequence[TracedStep], cost: LinearStepCost, host: HostCost, inputs_s: Sequence[float]
+) -> StepSpread:
+    """What steps took of what they take alone, but for what is around and for slow minutes; engine
+    by engine, each in order."""
+    alone_s, longer_s = _predicted(steps, cost, host, inputs_s)
     measured_s = np.array([step.sample.seconds for step in steps])
     ratios = (measured_s - longer_s) / np.maximum(alone_s, 1e-9)
     typical = _typical(steps, ratios)
@@ -135,11 +147,11 @@ def spread_of(steps: Sequence[TracedStep], cost: LinearStepCost, host: HostCost)
 
 
 def _predicted(
-    steps: Sequence[TracedStep], cost: LinearStepCost, host: HostCost
+    steps: Sequence[TracedStep], cost: LinearStepCost, host: HostCost, inputs_s: Sequence[float]
 ) -> tuple[Float64s, Float64s]:
-    """[steps] Seconds of each alone, and what pauses, changes and other engines add."""
+    """[steps] Seconds of each alone, and what pauses, changes, arrivals and other engines add."""
     alone_s = np.array([cost.step_s(work_of(step.sample)) for step in steps])
-    longer_s: Float64s = _around(steps) @ _shares(host)
+    longer_s: Float64s = _around(steps, inputs_s) @ _shares(host)
     for index, pause_s in enumerate(_pauses(steps).tolist()):
         longer_s[index] += host.after_pause_s(pause_s, float(alone_s[index]))
     return alone_s, longer_s
@@ -173,13 +185,22 @@ def _by_engine(steps: Sequence[TracedStep]) -> dict[int, list[int]]:
     return indices
 
 
-def _around(steps: Sequence[TracedStep]) -> Float64s:
-    """[steps, 3] Whose steps ran when each began (of how many other engines), how many steps of
-    others began during it, and how much it has of the changes of rows (`HostCost.changed_s`)."""
+def _around(steps: Sequence[TracedStep], inputs_s: Sequence[float]) -> Float64s:
+    """[steps, 5] Whose steps ran when each began (of how many other engines), how many steps of
+    others began during it, how much it has of the changes of rows (`HostCost.changed_s`), whether
+    requests came during it, and how many but the first.
+
+    With several engines, which of them a message was for is not known, nor whether it was a
+    request: there all of that is a part of what the first two columns cost.
+    """
     starts, ends = (np.array([getattr(it, name) for it in steps]) for name in ("start_s", "end_s"))
-    found = np.ones((len(steps), 3))
-    found[:, :2] = 0.0
+    found = np.zeros((len(steps), 5))
+    found[:, 2] = 1.0
     by_engine = _by_engine(steps)
+    if len(by_engine) == 1:
+        inputs = np.array(inputs_s)
+        arrived = inputs.searchsorted(ends) - inputs.searchsorted(starts)
+        found[:, 3], found[:, 4] = arrived > 0, np.maximum(arrived - 1, 0)
     for engine, own in by_engine.items():
         for last, this in pairwise(own):
             goes_on = work_of(steps[this].sample).decodes_on(work_of(steps[last].sample))
@@ -206,8 +227,8 @@ def _pauses(steps: Sequence[TracedStep]) -> Float64s:
 def _shared(steps: Sequence[TracedStep], around: Float64s, cost: LinearStepCost) -> HostCost:
     """`HostCost.changed_s`, `beside_s` and `interrupted_s`: medians, so that pauses of the machine
     do not count, against the median of steps of that size that nothing befell, so that neither
-    does what the cost is off for them."""
-    running, begun, changed = around.T
+    does what the cost is off for them. Then `arrival_s` and `arrivals_s`."""
+    running, begun, changed, came, more = around.T
     measured = np.array([step.sample.seconds for step in steps])
     ratios = _ratios(steps, cost)
     sizes = np.searchsorted(SIZES, [step.sample.num_tokens for step in steps])
@@ -219,12 +240,39 @@ def _shared(steps: Sequence[TracedStep], around: Float64s, cost: LinearStepCost)
             compared |= sizes == size
     lost = measured - alone
     lone, undisturbed, disturbed = running + begun == 0, (running > 0) & (begun == 0), begun > 0
-    changed_s = _weighted_median(lost, changed * (compared & lone & (changed >= SETTLED)))
+    for_changes = compared & lone & (came == 0) & (changed >= SETTLED)
+    changed_s = _weighted_median(lost, changed * for_changes)
     lost -= changed_s * changed
     beside_s = _median(lost[undisturbed] / running[undisturbed])
     rest = lost[disturbed] - beside_s * running[disturbed]
     interrupted_s = _median(rest / begun[disturbed])
-    return HostCost(beside_s=beside_s, interrupted_s=interrupted_s, changed_s=changed_s)
+    arrival_s, arrivals_s = _arrivals(lost, came * (alone < LONG_S), more)
+    return HostCost(
+        beside_s=beside_s,
+        interrupted_s=interrupted_s,
+        changed_s=changed_s,
+        arrival_s=arrival_s,
+        arrivals_s=arrivals_s,
+    )
+
+
+def _arrivals(lost: Float64s, came: Float64s, more: Float64s) -> tuple[float, float]:
+    """`HostCost.arrival_s` and `arrivals_s`, from what steps lost (of long ones that says nothing).
+
+    A mean, for a newcomer waits as long as it takes: mostly 2 ms, but 10 if the front end was given
+    a processor for its whole slice. Without the tenths that lost most and least.
+    """
+    single = lost[(came > 0) & (more == 0)]
+    if len(single) < LEAST_STEPS:
+        return 0.0, 0.0
+    arrival_s = max(0.0, _middle_mean(single) - _middle_mean(lost[came == 0]))
+    return arrival_s, _weighted_median(lost - arrival_s, more * came)
+
+
+def _middle_mean(seconds: Float64s) -> float:
+    """Of all but the tenths at both ends."""
+    cut = len(seconds) // 10
+    return float(np.sort(seconds)[cut : len(seconds) - cut].mean())
 
 
 def _weighted_median(seconds: Float64s, levels: Float64s) -> float:

@@ -97,7 +97,11 @@ class TwinEngine:
     def deliver(self, message: ToEngine, now: float) -> bool:
         """A message arrives. True: the engine waits for it, and is to be woken now."""
         self._inbox.append(message)
-        return self._disturb(now, at_once=isinstance(message, AbortRequests))
+        delays = self.executor.arrivals_delay and isinstance(message, AddRequest)
+        is_waiting = self._disturb(now, at_once=delays or isinstance(message, AbortRequests))
+        if delays and self.executor.request_arrives(now):
+            self.next_s = self.executor.end_of_oldest_s
+        return is_waiting
 
     def transfer_ended(self, now: float) -> bool:
         """One of its loads is over. True: it waits for anything, and is to be woken now."""

@@ -54,6 +54,7 @@ class RunningPlan:
     gap_s: float
     start_s: float = math.nan
     end_s: float | None = None
+    num_arrivals: int = 0  # of requests, while it ran
 
 
 class CostExecutor:
@@ -79,6 +80,7 @@ class CostExecutor:
         self._token_of = token_of
         self._tokens: Int32s = np.zeros(max_num_seqs, np.int32)  # by seat
         self.reads_ahead = transfers is not None and transfers.reads_ahead
+        self.arrivals_delay = self._host.arrival_s + self._host.arrivals_s > 0
         self._transfers = transfers
         self._running: deque[RunningPlan] = deque()
         self._ended_s = -math.inf  # the end of the plan that was collected last
@@ -170,6 +172,28 @@ class CostExecutor:
         """Read these now, whatever step runs."""
         assert self._transfers is not None
         self._transfers.apply(KvCommands(loads=loads), 0.0)
+
+    def request_arrives(self, now: float) -> bool:
+        """A request reaches the engine. True: the step that runs ends later for it."""
+        it = self._running[0] if self._running else None
+        if it is None or not len(it.plan.slots) or not it.start_s <= now < self.end_of_oldest_s:
+            return False
+        longer_s = self._host.arrivals_s if it.num_arrivals else self._host.arrival_s
+        it.num_arrivals += 1
+        if longer_s:
+            self._lengthen(it, longer_s)
+        return longer_s > 0
+
+    def _lengthen(self, oldest: RunningPlan, longer_s: float) -> None:
+        assert oldest.end_s is not None
+        oldest.end_s = before_s = oldest.end_s + longer_s
+        self.busy_s += longer_s
+        if int(oldest.plan.num_scheduled.sum()) > len(oldest.plan.slots):
+            self.prefill_s += longer_s
+        for it in list(self._running)[1:]:
+            if it.end_s is not None:
+                it.start_s = max(it.submitted_s, before_s + it.gap_s)
+                it.end_s = before_s = it.start_s + it.seconds
 
     def _idle_s(self) -> float:
         """How long the oldest plan, without rows, waits for a transfer; alone: until one ends."""
@@ -273,6 +297,7 @@ class CostExecutor:
         if self._running:
             running = self._running[0]
             running.plan.step += turns
+            running.num_arrivals = 0
             running.start_s = self._ended_s + running.gap_s
             running.end_s = float(ends[turns])
         return self._transfers.report() if self._transfers is not None else None

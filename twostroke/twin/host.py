@@ -76,6 +76,9 @@ class SharedHostExecutor(CostExecutor):
             self.command(it)
             it.end_s = it.start_s + self._idle_s()
 
+    def _lengthen(self, oldest: RunningPlan, longer_s: float) -> None:
+        self.step_end_s += longer_s  # `collect` counts it
+
     def collect(self) -> StepResult:
         it, now = self._running[0], self._clock.now()
         if len(it.plan.slots):

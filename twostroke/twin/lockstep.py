@@ -63,6 +63,12 @@ class Lockstep:
                 member.hear(now)
                 member.command(it)
 
+    def lengthen(self, longer_s: float) -> None:
+        """The round under way takes so much longer, for all."""
+        ended_s, self.end_s = self.end_s, self.end_s + longer_s
+        for member in self.members:
+            member.end_later(ended_s, longer_s)
+
 
 class LockstepExecutor(CostExecutor):
     """The device of one engine of such a group."""
@@ -76,6 +82,14 @@ class LockstepExecutor(CostExecutor):
         """Its clock may be behind that of the engine that began the round."""
         if isinstance(self._clock, VirtualClock) and now > self._clock.now():
             self._clock.advance_to(now)
+
+    def end_later(self, ended_s: float, longer_s: float) -> None:
+        """The round that was to be over at `ended_s` is so much later; whoever is woken then asks
+        again."""
+        for it in self._running:
+            if it.end_s == ended_s:
+                it.end_s = ended_s + longer_s
+                self.busy_s += longer_s
 
     def next_plan(self, now: float) -> RunningPlan | None:
         """The oldest plan that has not run, if its turn has come; None: this one has nothing."""
@@ -92,6 +106,9 @@ class LockstepExecutor(CostExecutor):
                 oldest.end_s = oldest.start_s + self._idle_s()
             self._stop_waiting(oldest)
         self._group.begin(self._clock.now())
+
+    def _lengthen(self, oldest: RunningPlan, longer_s: float) -> None:
+        self._group.lengthen(longer_s)
 
     @property
     def end_of_oldest_s(self) -> float:
