@@ -20,6 +20,10 @@ engine's own figures lie apart: nothing can predict better than that. Of the twi
 more repeats, with other steps late. What was measured is kept in `--record DIR`, for fits and
 predictions to be repeated by `--from DIR`.
 
+A client sees text, not tokens, and a token may be half a character: its text comes with the next
+one, a step later. What answers say is no matter of the twin, so TTFT and TPOT are compared, on both
+sides, of those requests of which each token was a piece of text; how many were not is printed.
+
 Nothing else must run on the machine: on two cores, one process more doubles every step. A round
 that others disturbed is run again, up to three times.
 """
@@ -39,6 +43,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from twostroke.arrays import Bools
 from twostroke.bench import load, report
 from twostroke.bench.load import Outcome, Target
 from twostroke.bench.workload import FIRST_TOKEN_ID, Prompt
@@ -227,7 +232,8 @@ async def send_all(url: str, requests: Requests, seed: str) -> list[Outcome]:
 
 
 class Latencies(NamedTuple):
-    """Of the requests of several rounds, in seconds; and tokens a second of each round."""
+    """Of the requests of several rounds that are compared, in seconds; and tokens a second of each
+    round."""
 
     ttft_s: list[float]
     tpot_s: list[float]
@@ -242,13 +248,19 @@ class Latencies(NamedTuple):
         return values | {"tokens/s": float(np.mean(self.tokens_per_s))}
 
 
+def is_compared(outcome: Outcome) -> bool:
+    """Whether each of its tokens was a piece of text."""
+    return len(outcome.chunk_times_s) == outcome.output_tokens
+
+
 def latencies_of(rounds: list[list[Outcome]]) -> Latencies:
     into = Latencies([], [], [])
     for outcomes in rounds:
         start_s = min(outcome.start_s for outcome in outcomes)
         end_s = max(outcome.chunk_times_s[-1] for outcome in outcomes)
-        into.ttft_s.extend(outcome.ttft_s for outcome in outcomes)
-        into.tpot_s.extend(outcome.tpot_s for outcome in outcomes)
+        compared = [outcome for outcome in outcomes if is_compared(outcome)]
+        into.ttft_s.extend(outcome.ttft_s for outcome in compared)
+        into.tpot_s.extend(outcome.tpot_s for outcome in compared)
         into.tokens_per_s.append(sum(it.output_tokens for it in outcomes) / (end_s - start_s))
     return into
 
@@ -380,7 +392,8 @@ def predict(layout: str, recording: Recording) -> dict[str, dict[str, dict[str, 
             seen = Latencies([], [], [])
             for outcomes in rounds:
                 costs = fitted.drawn(next(seeds))
-                note_twin(seen, simulate(scenario_of(config, checkpoint, costs, sent(outcomes))))
+                result = simulate(scenario_of(config, checkpoint, costs, sent(outcomes)))
+                note_twin(seen, result, np.array([is_compared(it) for it in outcomes]))
             twin.append(seen.figures())
         figures[name] = {
             "engine": medians(engine),
@@ -388,6 +401,9 @@ def predict(layout: str, recording: Recording) -> dict[str, dict[str, dict[str, 
             "spread": spread_of(engine),
         }
         print_load(f"{layout}: {name}", figures[name])
+        answers = list(chain(*chain(*repeats)))
+        if left_out := sum(not is_compared(it) for it in answers):
+            print(f"  TTFT, TPOT without {left_out} of {len(answers)}: not each token was text\n")
         if (share := recording.disturbance[name]) > QUIET:
             print(f"  other processes took {share:.0%} of the CPU time meanwhile\n")
     return figures
@@ -413,9 +429,9 @@ def spread_of(each: list[dict[str, float]]) -> dict[str, float]:
     return {key: max(it[key] for it in each) / min(it[key] for it in each) - 1 for key in GOALS}
 
 
-def note_twin(into: Latencies, result: Result) -> None:
-    into.ttft_s.extend(result.ttft_s.tolist())
-    into.tpot_s.extend(result.tpot_s.tolist())
+def note_twin(into: Latencies, result: Result, compared: Bools) -> None:
+    into.ttft_s.extend(result.ttft_s[compared].tolist())
+    into.tpot_s.extend(result.tpot_s[compared].tolist())
     into.tokens_per_s.append(float(result.output_tokens.sum()) / result.duration_s)
 
 

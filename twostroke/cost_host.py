@@ -9,6 +9,7 @@
 All times are of the host's monotonic clock, so those of different processes can be compared.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -368,16 +369,23 @@ def _outward(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float,
 
 
 def _first_later(steps: Sequence[TracedStep], waves: Sequence[Wave], outward_s: float) -> float:
-    """By how much longer than `outward_s` the first piece of a lone request's answer takes."""
-    last_before = _last_before(steps)
+    """By how much longer than `outward_s` the first piece of a lone request's answer takes, from the
+    end of the step that samples it.
+
+    A mean, because it is of two kinds: it comes at once or, where the next step keeps all
+    processors busy, when that is over.
+    """
+    last_before, starts = _last_before(steps), [step.start_s for step in steps]
     seen = []
     for wave in waves:
-        if wave.num_requests > 1 or wave.first_s is None:
+        last = last_before(wave.ended_s)
+        if wave.num_requests > 1 or wave.first_s is None or last is None:
             continue
-        step = last_before(wave.first_s)
-        if step is not None and step.end_s > wave.sent_s:
-            seen.append(wave.first_s - step.end_s - outward_s)
-    return max(0.0, float(np.median(seen))) if seen else 0.0
+        own = steps[bisect_left(starts, wave.sent_s) : bisect_left(starts, wave.first_s)]
+        ends = [it.end_s for it in own if it.engine == last.engine and it.sample.num_sampled]
+        if ends:
+            seen.append(wave.first_s - ends[0] - outward_s)
+    return max(0.0, _middle_mean(np.array(seen))) if seen else 0.0
 
 
 def _last_before(steps: Sequence[TracedStep]) -> Callable[[float], TracedStep | None]:
@@ -413,9 +421,12 @@ def _handoff(trace: Trace, waves: Sequence[Wave], relay_s: float) -> float:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(constant, slope), neither negative, through points (x, y)."""
+    """(constant, slope), neither negative, through points (x, y); where nearly all have one x, what
+    the others say is chance, and there is no slope."""
     if not points:
         return 0.0, 0.0
     x, y = np.array(points, np.float64).T
+    if (x != np.median(x)).sum() < LEAST_STEPS:
+        x = np.zeros_like(x)
     (constant, slope), _ = robust_fit(np.column_stack([np.ones(len(x)), x]), np.maximum(y, 1e-7))
     return float(constant), float(slope)
