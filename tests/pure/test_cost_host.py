@@ -1,6 +1,7 @@
 """From steps on a clock and clients' times back to what they were made of."""
 
 import random
+from dataclasses import replace
 from itertools import chain, pairwise
 
 import msgspec
@@ -144,6 +145,51 @@ def test_changes_of_rows() -> None:
     assert error.p90 < 0.01
     for it in plain[11::12]:
         assert cost.step_s(work_of(it.sample)) == pytest.approx(it.sample.seconds, rel=0.01)
+
+
+def test_requests_that_come_during_a_step() -> None:
+    """Steps are 3 ms late for one of them, and 0.5 ms for each more; who knows nothing of messages
+    has one engine's steps late at random."""
+    plain, _ = run_waves(0, 1, 0.0)
+    late_s, steps, inputs = 0.0, [], []
+    for i, it in enumerate(plain):
+        count = {0: 1, 4: 4}.get(i % 7, 0)
+        own_s = (3e-3 + 5e-4 * (count - 1)) if count else 0.0
+        sample = msgspec.structs.replace(it.sample, seconds=it.sample.seconds + own_s)
+        steps.append(TracedStep(0, it.start_s + late_s, it.end_s + late_s + own_s, sample))
+        inputs += [it.start_s + late_s + 1e-4 * (1 + n) for n in range(count)]
+        late_s += own_s
+    cost, host, error = fit_costs(Trace(steps, [], inputs), [])
+    assert host.arrival_s == pytest.approx(3e-3, rel=0.02)
+    assert host.arrivals_s == pytest.approx(5e-4, rel=0.05)
+    assert error.p90 < 0.01
+    assert cost.base_s == pytest.approx(COST.base_s, rel=0.02)
+    assert error_on(cost, host, steps).p90 > 0.1
+    others = [TracedStep(1, it.start_s, it.end_s, it.sample) for it in run_waves(1, 1, 1e3)[0]]
+    _, host, _ = fit_costs(Trace([*steps, *others], [], inputs), [])
+    assert host.arrival_s == host.arrivals_s == 0.0  # whose messages they were is not known
+
+
+def test_a_first_piece_that_comes_after_the_next_step() -> None:
+    """Each second one waits for the step after its own, which takes 5.5 ms or so: 6 ms."""
+    steps, waves = run_waves(0, 1, 0.0)
+    late = [
+        replace(wave, first_s=wave.first_s + 6e-3 * (nth % 2)) if wave.num_requests == 1 else wave
+        for nth, wave in enumerate(waves)
+    ]
+    _, host, _ = fit_costs(Trace(steps, [], []), late)
+    share = np.mean([nth % 2 for nth, wave in enumerate(waves) if wave.num_requests == 1])
+    assert host.deliver_first_s == pytest.approx(HOST.deliver_first_s + 6e-3 * share, rel=0.1)
+
+
+def test_what_one_wave_of_many_rows_says_is_chance() -> None:
+    steps, waves = run_waves(0, 1, 0.0)
+    single = [wave for wave in waves if wave.num_requests == 1]
+    two = next(wave for wave in waves if wave.num_requests == 2)
+    _, host, _ = fit_costs(Trace(steps, [], []), [*single, replace(two, ended_s=two.ended_s + 0.002)])
+    assert host.deliver_row_s == 0.0
+    one_row_s = HOST.egress_s + HOST.deliver_s + HOST.deliver_row_s
+    assert host.deliver_s == pytest.approx(one_row_s, rel=0.05)
 
 
 def test_a_hand_off() -> None:

@@ -118,6 +118,26 @@ def test_a_change_of_rows_costs_that_step_and_the_next_ones_less_and_less():
     assert np.diff(ends) - plain == pytest.approx(late)
 
 
+def test_a_request_delays_the_step_that_runs_and_what_waits_for_it():
+    clock, executor = make(host=HostCost(gap_s=0.25, arrival_s=0.5, arrivals_s=0.125))
+    assert executor.arrivals_delay
+    assert not executor.request_arrives(0.0)  # nothing runs
+    executor.submit(plan(0, scheduled=(4,)))
+    executor.submit(plan(1, (14,)))
+    assert executor.request_arrives(1.0)
+    assert executor.end_of_oldest_s == pytest.approx(1.51)
+    assert executor.request_arrives(1.25)
+    assert executor.end_of_oldest_s == pytest.approx(1.635)
+    assert executor.busy_s == pytest.approx(1.01 + 0.625 + 1.014)
+    assert executor.prefill_s == pytest.approx(1.01 + 0.625)
+    clock.advance_to(executor.end_of_oldest_s)
+    executor.collect()
+    assert not executor.request_arrives(1.7)  # between the steps
+    assert executor.end_of_oldest_s == pytest.approx(1.635 + 0.25 + 1.014)
+    assert executor.request_arrives(2.0)  # the first one during this step
+    assert executor.end_of_oldest_s == pytest.approx(1.635 + 0.25 + 1.014 + 0.5)
+
+
 def test_the_ends_of_many_steps_are_those_of_the_steps():
     for in_flight in (True, False):
         host = HostCost(gap_s=0.1, changed_s=0.3)

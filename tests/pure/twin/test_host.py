@@ -1,5 +1,7 @@
 """Engines that share a host: a step beside another's takes longer, and so does the other."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -64,3 +66,37 @@ def test_steps_after_a_pause_are_slow():
     cold, warm, most = (run(it, load).ttft_s for it in engines)
     assert cold - warm == pytest.approx(1e-4)
     assert most / warm == pytest.approx(1.25, rel=0.01)
+
+
+@pytest.mark.parametrize("steps_together", [False, True])
+@pytest.mark.parametrize("beside_s", [0.0, 1e-9])
+def test_a_step_during_which_requests_come_is_late(beside_s, steps_together):
+    """The first engine decodes; the second request comes to it during a step, and is served at the
+    end of that; the third comes with it."""
+    sent_s, outputs = np.array([0.0, 0.5, 0.5]), np.array([200, 2, 2], np.int32)
+    load = of_columns("three", sent_s, np.full(3, 16, np.int32), outputs)
+    plain, late = (
+        run(
+            [
+                dataclasses.replace(
+                    group("both", host=host), steps_together=steps_together, plans_late=True
+                )
+            ],
+            load,
+        )
+        for host in (
+            HostCost(beside_s=beside_s),
+            HostCost(beside_s=beside_s, arrival_s=3e-3, arrivals_s=5e-4),
+        )
+    )
+    assert late.ttft_s - plain.ttft_s == pytest.approx([0.0, 3.5e-3, 3.5e-3], abs=1e-9)
+    assert late.e2e_s[0] - plain.e2e_s[0] == pytest.approx(3.5e-3)
+    assert late.engines[0].busy_s - plain.engines[0].busy_s == pytest.approx(3.5e-3)
+
+
+def test_who_comes_to_an_idle_engine_delays_nothing():
+    load = "constant:1/s,in=160,out=20,n=4"
+    plain, late = (
+        run([group("both", host=HostCost(arrival_s=arrival_s))], load) for arrival_s in (0.0, 3e-3)
+    )
+    assert np.array_equal(plain.e2e_s, late.e2e_s)

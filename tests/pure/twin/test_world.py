@@ -78,6 +78,7 @@ deployments = st.sampled_from(
             HostCost(ingress_s=0.002, ingress_token_s=1e-6, egress_s=0.001, egress_row_s=1e-5),
             HostCost(gap_s=0.0003, spread=SPREAD),
             HostCost(changed_s=0.003, cold_s=0.002, spread=SPREAD),
+            HostCost(ingress_s=0.002, gap_s=0.0003, arrival_s=0.004, arrivals_s=0.001),
         ]
     ),
     mode=st.sampled_from(["pull", "stream"]),
