@@ -383,7 +383,9 @@ def predict(layout: str, recording: Recording) -> dict[str, dict[str, dict[str, 
     checkpoint = resolve(config)
     print(f"{layout}:")
     fitted = fit(recording.measured)
-    print(f"  steps of all loads: {error_on(fitted.step, fitted.host, recording.steps, recording.measured.trace.inputs_s)}")
+    inputs_s = recording.measured.trace.inputs_s
+    error = error_on(fitted.step, fitted.host, recording.steps, inputs_s)
+    print(f"  steps of all loads: {error}")
     figures, seeds = {}, count()
     for name, repeats in recording.loads.items():
         engine = [latencies_of(rounds).figures() for rounds in repeats]

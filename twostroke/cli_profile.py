@@ -104,7 +104,9 @@ def _measure(settings: "EngineConfig", seconds: float, *, show: bool) -> "Profil
         device=device_name(),
         step=cost,
         step_error=error,
-        held_out=error_on(cost, host, seen.held_out) if seen.held_out else None,
+        held_out=error_on(cost, host, seen.held_out, seen.trace.inputs_s)
+        if seen.held_out
+        else None,
         host=host,
         link=link,
         link_error=link_error,
@@ -182,6 +184,8 @@ def _summary(found: "Profile") -> str:
         ("between two steps", host.gap_s * 1e6, "us"),
         ("from P to D, beside transfers", host.handoff_s * 1e3, "ms"),
         ("with other rows than before", host.changed_s * 1e3, "ms more"),
+        ("while a request comes", host.arrival_s * 1e3, "ms more"),
+        ("and for each further one", host.arrivals_s * 1e3, "ms more"),
         ("after a pause", host.cold_s * 1e3, "ms more"),
         ("while another engine computes", host.beside_s * 1e3, "ms more"),
         ("for each step of its meanwhile", host.interrupted_s * 1e3, "ms more"),

@@ -369,11 +369,10 @@ def _outward(steps: Sequence[TracedStep], waves: Sequence[Wave]) -> tuple[float,
 
 
 def _first_later(steps: Sequence[TracedStep], waves: Sequence[Wave], outward_s: float) -> float:
-    """By how much longer than `outward_s` the first piece of a lone request's answer takes, from the
-    end of the step that samples it.
+    """By how much longer than `outward_s` the first piece of a lone request's answer takes.
 
-    A mean, because it is of two kinds: it comes at once or, where the next step keeps all
-    processors busy, when that is over.
+    Counted from the end of the step that samples it, for it is of two kinds: it comes at once or,
+    where the next step keeps all processors busy, when that is over. Hence a mean, too.
     """
     last_before, starts = _last_before(steps), [step.start_s for step in steps]
     seen = []

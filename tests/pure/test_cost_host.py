@@ -186,7 +186,9 @@ def test_what_one_wave_of_many_rows_says_is_chance() -> None:
     steps, waves = run_waves(0, 1, 0.0)
     single = [wave for wave in waves if wave.num_requests == 1]
     two = next(wave for wave in waves if wave.num_requests == 2)
-    _, host, _ = fit_costs(Trace(steps, [], []), [*single, replace(two, ended_s=two.ended_s + 0.002)])
+    _, host, _ = fit_costs(
+        Trace(steps, [], []), [*single, replace(two, ended_s=two.ended_s + 0.002)]
+    )
     assert host.deliver_row_s == 0.0
     one_row_s = HOST.egress_s + HOST.deliver_s + HOST.deliver_row_s
     assert host.deliver_s == pytest.approx(one_row_s, rel=0.05)
