@@ -64,6 +64,15 @@ class StepWork(NamedTuple):
             and self.num_rows <= self.context_tokens - before.context_tokens <= before.num_tokens
         )
 
+    def joins_decodes(self, before: "StepWork") -> bool:
+        """Whether both only decode, and a row is new whose prompt another engine has computed."""
+        return (
+            self.num_tokens == self.num_rows == self.num_sampled
+            and before.num_tokens == before.num_rows == before.num_sampled
+            and self.num_rows >= before.num_rows
+            and not self.decodes_on(before)
+        )
+
 
 class StepColumns(NamedTuple):
     """`StepWork` of many steps that differ in their contexts only: those in columns, by step."""
@@ -188,7 +197,8 @@ class HostCost:
     `changed_s`: how much longer a step takes that does not only decode on with the rows of the one
     before; the next one takes `CHANGE_FADES` of that longer, and so on. What has begun or ended is
     told to clients meanwhile, and prompts leave caches without the weights: where the device is the
-    host's processors, this takes time from the steps.
+    host's processors, this takes time from the steps. A row whose prompt another engine has
+    computed changes two steps: that in which it joins, and the next, while its first token is told.
 
     `arrival_s`: how much longer a step takes during which a request reaches its engine, and
     `arrivals_s` each further one of the same step: the front end reads them on the host's

@@ -203,9 +203,11 @@ def _around(steps: Sequence[TracedStep], inputs_s: Sequence[float]) -> Float64s:
         arrived = inputs.searchsorted(ends) - inputs.searchsorted(starts)
         found[:, 3], found[:, 4] = arrived > 0, np.maximum(arrived - 1, 0)
     for engine, own in by_engine.items():
-        for last, this in pairwise(own):
-            goes_on = work_of(steps[this].sample).decodes_on(work_of(steps[last].sample))
+        works, has_joined = [work_of(steps[index].sample) for index in own], False
+        for (last, this), (former, work) in zip(pairwise(own), pairwise(works), strict=True):
+            goes_on = work.decodes_on(former) and not has_joined
             found[this, 2] = found[last, 2] * CHANGE_FADES + (not goes_on)
+            has_joined = work.joins_decodes(former)
         for other, theirs in by_engine.items():
             if other == engine:
                 continue

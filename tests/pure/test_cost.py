@@ -98,6 +98,16 @@ def test_regimes_come_in_order() -> None:
         LinearStepCost(base_s=0.0, regimes=(Regime(64, 0.0, 0.0), Regime(4, 0.0, 0.0)))
 
 
+def test_a_row_that_joins_decodes() -> None:
+    before, chunk = StepWork(2, 2, 2, 100, 101.0), StepWork(9, 2, 2, 100, 200.0)
+    assert StepWork(3, 3, 3, 150, 151.5).joins_decodes(before)
+    assert StepWork(2, 2, 2, 300, 301.0).joins_decodes(before)  # one has ended, too
+    assert not StepWork(2, 2, 2, 102, 103.0).joins_decodes(before)
+    assert not StepWork(1, 1, 1, 50, 50.5).joins_decodes(before)  # one has ended
+    assert not chunk.joins_decodes(before)
+    assert not StepWork(3, 3, 3, 150, 151.5).joins_decodes(chunk)
+
+
 def test_a_step_that_only_decodes_on() -> None:
     decodes = StepWork(3, 3, 3, 100, 101.5)
     assert StepWork(3, 3, 3, 103, 104.5).decodes_on(decodes)

@@ -90,6 +90,7 @@ class CostExecutor:
         self._levels: Float64s = np.empty(0)  # and how unsettled each is
         self._num_steps = 0  # submitted with rows
         self._work: StepWork | None = None  # of the last of them
+        self._has_joined = False  # whether a row was new in it whose prompt another engine computed
         self._unsettled = 0.0  # how much of `HostCost.changed_s` that one took
         has_spread = bool(self._host.spread.most_tokens)
         self._spread = SpreadReader(self._host.spread, engine) if has_spread else None
@@ -210,14 +211,18 @@ class CostExecutor:
         if self._host.changed_s:
             self._unsettled = self._unsettled_by(work)
             seconds += self._host.changed_s * self._unsettled
+            self._has_joined = self._joins(work)
             self._work = work
         self._num_steps += 1
         return seconds
 
     def _unsettled_by(self, work: StepWork) -> float:
         """What the next step has of the changes of rows up to it: 1 for one of its own."""
-        goes_on = self._work is not None and work.decodes_on(self._work)
+        goes_on = self._work is not None and work.decodes_on(self._work) and not self._has_joined
         return self._unsettled * CHANGE_FADES + (0.0 if goes_on else 1.0)
+
+    def _joins(self, work: StepWork) -> bool:
+        return self._work is not None and work.joins_decodes(self._work)
 
     def _gap_s(self, rows: int) -> float:
         return self._host.gap_s + self._host.gap_row_s * rows
@@ -270,7 +275,11 @@ class CostExecutor:
         if self._host.changed_s:
             levels = np.full(turns, CHANGE_FADES)
             levels[0] = self._unsettled_by(decodes.work(0))
-            self._decodes, self._levels = decodes, np.multiply.accumulate(levels)
+            joins = int(turns > 1 and self._joins(decodes.work(0)))
+            if joins:  # then the next one is another that does not just decode on
+                levels[1] = levels[0] * CHANGE_FADES + 1.0
+            levels[joins:] = np.multiply.accumulate(levels[joins:])
+            self._decodes, self._levels = decodes, levels
             costs = costs + self._host.changed_s * self._levels
         self._costs = costs
         gap_s = self._gap_s(rows)
@@ -291,6 +300,7 @@ class CostExecutor:
         self.busy_s += float(np.add.reduce(self._costs[:turns]))
         self._num_steps += turns
         if self._host.changed_s:
+            self._has_joined = turns == 1 and self._joins(self._decodes.work(0))
             self._work = self._decodes.work(turns - 1)
             self._unsettled = float(self._levels[turns - 1])
         self._ended_s = self._computed_s = float(ends[turns - 1])

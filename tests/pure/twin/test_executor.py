@@ -112,10 +112,35 @@ def test_a_change_of_rows_costs_that_step_and_the_next_ones_less_and_less():
         clock.advance_to(executor.end_of_oldest_s)
         executor.collect()
         ends.append(clock.now())
-    levels = [1, 0.6, 0.36, 1 + 0.216, 0.6 * 1.216]
+    # A row that comes with its prompt computed is told of during the next step: another change.
+    levels = [1, 0.6, 0.36, 1 + 0.216, 1 + 0.6 * 1.216]
     plain = [COST.step_s(StepWork(1, 1, 1, context, context + 0.5)) for context in contexts]
     late = [0.1 * level for level in levels]
     assert np.diff(ends) - plain == pytest.approx(late)
+
+
+@pytest.mark.parametrize("context", [11, 30])
+def test_many_steps_after_a_row_that_joined_are_those_of_the_steps(context):
+    """The first step, or the one in flight before it, has a new row."""
+    (clock, single), (many_clock, many) = (make(host=HostCost(changed_s=0.3)) for _ in range(2))
+    for executor in (single, many):
+        executor.submit(plan(0))
+        executor.submit(plan(1, (context,)))
+    for its_clock, executor in ((clock, single), (many_clock, many)):
+        its_clock.advance_to(executor.end_of_oldest_s)
+        executor.collect()
+    for first in (context + 1, 60):
+        ends = many.ends_of_decodes(1, first, 4)
+        taken = []
+        for turn in range(4):
+            single.submit(plan(2 + turn, (first + turn,)))
+            clock.advance_to(single.end_of_oldest_s)
+            single.collect()
+            taken.append(clock.now())
+        assert ends[:4].tolist() == taken  # to the last bit
+        many_clock.advance_to(taken[-1])
+        many.skip(4, ends)
+        assert many.end_of_oldest_s == single.end_of_oldest_s
 
 
 def test_a_request_delays_the_step_that_runs_and_what_waits_for_it():
