@@ -93,8 +93,12 @@ def why_no_int8(device: torch.device, dtype: torch.dtype, head_dim: int = 2) -> 
     return why
 
 
-def make_attention(pool: Tensor, num_heads: int, scale: float) -> PagedAttention:
+def make_attention(
+    pool: Tensor, num_heads: int, scale: float, *, int8_scores: bool = False
+) -> PagedAttention:
     """The best attention for the pool's device: compiled kernels on a CPU, torch elsewhere.
+
+    With `int8_scores`, kernels that can multiply the queries of prompts with keys in 8 bits do.
 
     The first use of an element type compiles for some seconds; the result is kept in the user's
     cache directory. Where numba cannot be imported, torch it is. Raises ConfigError for a pool of
@@ -108,7 +112,7 @@ def make_attention(pool: Tensor, num_heads: int, scale: float) -> PagedAttention
         except ImportError as error:
             logging.getLogger(__name__).warning("attention runs on plain torch: %s", error)
         else:
-            return NumbaAttention(pool, num_heads, scale)
+            return NumbaAttention(pool, num_heads, scale, int8_scores=int8_scores)
     return TorchAttention(pool, num_heads, scale)
 
 

@@ -11,15 +11,17 @@ out so that pairs of the summed index are units:
 Queries, keys, values and weights are rounded to bfloat16, all sums are float32.
 """  # noqa: E501
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from twostroke.worker import attention_simd
 from twostroke.worker.attention_emit import LANES, MAX_ROWS, Emitter, Value
 from twostroke.worker.attention_simd import KEY_TILE, STATE, Load, transpose_keys
 
 
-def load_query(e: Emitter, source: Value, num_units: Value, padded: Value, target: Value) -> None:
-    del padded
+def load_query(
+    e: Emitter, source: Value, num_units: Value, padded: Value, target: Value, state: Value
+) -> None:
+    del padded, state
     e.per_chunk(
         num_units,
         lambda unit, mask: e.store(e.load_units(e.at(source, unit), mask), e.at(target, unit)),
@@ -83,11 +85,7 @@ def score_keys(
     e.per_rows(rows, body)
 
 
-def load_few_query(
-    e: Emitter, source: Value, num_units: Value, padded: Value, target: Value, state: Value
-) -> None:
-    del state
-    load_query(e, source, num_units, padded, target)
+load_few_query = load_query
 
 
 def pack_tile(
@@ -107,8 +105,13 @@ def pack_tile(
 
 def pack(e: Emitter, arguments: Sequence[Value], load: Load) -> None:
     """`pack_tile` of the arguments, with rows loaded as units of bfloat16."""
-    table, values, num_keys, num_units, padded, keys, packed = arguments
+    table, _, num_keys, num_units, _, keys, _ = arguments
     transpose_keys(e, table, num_keys, num_units, keys, load)
+    pack_values(e, arguments, load)
+
+
+def pack_values(e: Emitter, arguments: Sequence[Value], load: Load) -> None:
+    table, values, num_keys, num_units, padded, _, packed = arguments
     with e.loop(e.const(0), num_keys, 2) as key:
         rows = [e.builder.add(e.load_address(table, key, j), values) for j in range(2)]
         target = e.at(packed, e.builder.mul(key, padded))
@@ -163,11 +166,12 @@ def softmax_tile(
 ) -> None:
     """Weights are bfloat16, and take the first half of the scores' place."""
     arguments = (rows, first, group, scores, visible, limit, num_keys, scale, states)
+    attention_simd.softmax_rows(e, arguments, e.exp2_rough, store_weights(e))
 
-    def store(weights: Value, row: Value, key: Value) -> None:
-        e.store(e.to_bf16s(weights), e.at(row, key, 2))
 
-    attention_simd.softmax_rows(e, arguments, e.exp2_rough, store)
+def store_weights(e: Emitter) -> Callable[[Value, Value, Value], None]:
+    """For `softmax_rows`: as bfloat16."""
+    return lambda weights, row, key: e.store(e.to_bf16s(weights), e.at(row, key, 2))
 
 
 def softmax_row(

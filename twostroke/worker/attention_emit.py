@@ -267,6 +267,12 @@ class Emitter:
         name = "llvm.x86.avx512.vpdpwssd.512"
         self.builder.store(self.call(name, _UNITS, total, a, b), slot)
 
+    def add_byte_dots(self, slot: Value, unsigned: Value, signed: Value) -> None:
+        """The same with fours of bytes."""
+        total = self.builder.load(slot)
+        name = "llvm.x86.avx512.vpdpbusd.512"
+        self.builder.store(self.call(name, _UNITS, total, unsigned, signed), slot)
+
     def to_bf16s(self, values: Value) -> Value:
         """16 floats -> 16 bfloat16, rounding to nearest even."""
         return self.builder.fptrunc(values, ir.VectorType(BFloatType(), LANES))
@@ -444,19 +450,26 @@ class Emitter:
 Body: TypeAlias = Callable[..., None]  # body(emitter, *int64 values)
 
 
-def simd(portable: Body, dots: Body | None = None, int8: Body | None = None) -> Any:
+def simd(
+    portable: Body,
+    dots: Body | None = None,
+    int8: Body | None = None,
+    int8_scores: Body | None = None,
+) -> Any:
     """Make `body(emitter, *int64 values)` a numba intrinsic, called as `body(like, *int64s)`.
 
     The element type is the pointee of the pointer `like`: uint16 is bfloat16, int16 is float16
-    (numba has neither on a CPU), float32 and int8 are themselves. Where the CPU has products of
-    pairs, `dots` is the body for bfloat16, and `int8`, or else `dots`, for int8. All take the same
-    values.
+    (numba has neither on a CPU), float32 and int8 are themselves, and uint8 is bfloat16 whose scores
+    may be computed in 8 bits. Where the CPU has products of pairs, `dots` is the body for bfloat16,
+    and `int8`, or else `dots`, for int8, as `int8_scores` is for uint8. All take the same values.
     """
     parameters = list(inspect.signature(portable).parameters.values())
 
     def typed(_context: Any, like: types.CPointer, *_numbers: types.Type) -> Any:
         signature = types.void(like, *[types.int64] * (len(parameters) - 1))
-        bodies = {types.uint16: dots, types.int8: int8 or dots} if HAS_DOTS else {}
+        bodies = {types.uint16: dots, types.int8: int8 or dots, types.uint8: int8_scores or dots}
+        if not HAS_DOTS:
+            bodies.clear()
         body = bodies.get(like.dtype) or portable
 
         def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:

@@ -37,6 +37,7 @@ from numba.extending import intrinsic
 from twostroke.messages import Int32s
 from twostroke.model import barrier as barrier_file
 from twostroke.model import compiled as compiled_file
+from twostroke.model import vectors as vectors_file
 from twostroke.model.barrier import meet
 from twostroke.model.compiled import (
     address_of,
@@ -50,6 +51,7 @@ from twostroke.worker import (
     attention_dots,
     attention_emit,
     attention_int8,
+    attention_int8_scores,
     attention_plan,
     attention_simd,
 )
@@ -105,8 +107,8 @@ def shared_floats(width: int) -> int:
 
 def _simd(name: str) -> Any:
     """The vector code of that name, by element type."""
-    dots, int8 = (getattr(it, name, None) for it in (attention_dots, attention_int8))
-    return simd(getattr(attention_simd, name), dots, int8)
+    others = (attention_dots, attention_int8, attention_int8_scores)
+    return simd(getattr(attention_simd, name), *(getattr(it, name, None) for it in others))
 
 
 write_row, load_query, load_few_query = map(_simd, ("write_row", "load_query", "load_few_query"))
@@ -117,8 +119,8 @@ add_values, add_tile, store_output = map(_simd, ("add_values", "add_tile", "stor
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _CACHE = use_kernel_cache(
     *(__file__, attention_plan.__file__, attention_emit.__file__, attention_simd.__file__),
-    *(attention_dots.__file__, attention_int8.__file__),
-    *(compiled_file.__file__, barrier_file.__file__),
+    *(attention_dots.__file__, attention_int8.__file__, attention_int8_scores.__file__),
+    *(vectors_file.__file__, compiled_file.__file__, barrier_file.__file__),
 )
 
 
@@ -300,10 +302,11 @@ def _run_item(
         token, query_head = _token(a, item, i // group), head * group + i % group
         source = a.q + token * a.q_token_bytes + query_head * a.q_head_bytes
         query = queries + i * width * 4
+        kept = states + i * STATE * 4
         if small:
-            load_few_query(like, source, a.num_units, a.padded, query, states + i * STATE * 4)
+            load_few_query(like, source, a.num_units, a.padded, query, kept)
         else:
-            load_query(like, source, a.num_units, a.padded, query)
+            load_query(like, source, a.num_units, a.padded, query, kept)
     zeros = floats(outputs, num_rows * width)
     for i in range(num_rows * width):
         zeros[i] = 0.0
@@ -428,7 +431,8 @@ def _attend(like: Any) -> None:
 @functools.cache
 def compile_attend(element: types.Type) -> int:
     """Address of `void attend(Arguments *)` for a pool of uint16 (bfloat16), int16 (float16),
-    float32, or int8 (with all else in bfloat16). Takes seconds when it is not in the cache."""
+    float32, int8 (with all else in bfloat16), or uint8 (bfloat16, with scores of chunks from 8
+    bits). Takes seconds when it is not in the cache."""
 
     def attend(like: Any) -> None:
         _attend(like)

@@ -18,6 +18,7 @@ from twostroke.model.openmp import load_openmp
 from twostroke.worker.attention import PagedAttention
 from twostroke.worker.attention_emit import HAS_DOTS, LANES
 from twostroke.worker.attention_int8 import MAX_HEAD_DIM
+from twostroke.worker.attention_int8_scores import can_score
 from twostroke.worker.attention_kernels import (
     TICKETS,
     Arguments,
@@ -98,11 +99,24 @@ class NumbaAttention(PagedAttention):
 
     kind = f"compiled for {CPU_NAME}"
 
-    def __init__(self, pool: Tensor, num_heads: int, scale: float, num_threads: int = 0) -> None:
+    def __init__(
+        self,
+        pool: Tensor,
+        num_heads: int,
+        scale: float,
+        num_threads: int = 0,
+        *,
+        int8_scores: bool = False,
+    ) -> None:
+        """With `int8_scores`, where they can be, chunks have theirs from 8 bits."""
         super().__init__(pool, num_heads, scale)
+        element = _ELEMENTS[pool.dtype]
+        if int8_scores and element == types.uint16 and HAS_DOTS and can_score(self.head_dim):
+            element = types.uint8
+            self.kind += ", scores of prompts in 8 bits"
         openmp = load_openmp()
         self.num_threads = (num_threads or torch.get_num_threads()) if openmp else 1
-        address = compile_attend(_ELEMENTS[pool.dtype])
+        address = compile_attend(element)
         self._address = address
         self._run = _runner(address, self.num_threads, openmp)
 
@@ -110,8 +124,9 @@ class NumbaAttention(PagedAttention):
         num_units, planes = self.head_dim * itemsize // 4, 4 // itemsize
         padded = -(-num_units // LANES) * LANES
         floats = scratch_floats(planes * padded, max(MAX_ITEM_ROWS, self.group))
-        # Whole pages a thread, so that no two write into one cache line.
-        self._scratch = np.zeros((self.num_threads, -(-floats // 1024) * 1024), np.float32)
+        # Whole pages a thread, so that no two write into one cache line. Torch's memory begins with
+        # one: a vector that lies in two takes twice as long.
+        self._scratch = torch.zeros((self.num_threads, -(-floats // 1024) * 1024))
         self._scale = np.array([scale * math.log2(math.e)], np.float32)
         self._tickets = np.zeros(TICKETS * _CACHE_LINE // 8, np.int64)
         block, layer, side, head, row, _ = (
@@ -133,8 +148,8 @@ class NumbaAttention(PagedAttention):
             width=planes * padded,
             scale=self._scale.ctypes.data,
             barrier=self._barrier.address if self.num_threads > 1 else 0,
-            scratch=self._scratch.ctypes.data,
-            scratch_bytes=self._scratch.strides[0],
+            scratch=self._scratch.data_ptr(),
+            scratch_bytes=4 * self._scratch.stride(0),
             shared_bytes=4 * shared_floats(planes * padded),
             tickets=self._tickets.ctypes.data,
             out_token_bytes=num_heads * self.head_dim * itemsize,

@@ -23,8 +23,14 @@ STATE = 2 * LANES  # floats of a row's softmax state: maximum, alpha, ... | LANE
 LOWEST = -1e30  # below any score, and finite: LOWEST - LOWEST is 0
 
 
-def load_query(e: Emitter, source: Value, num_units: Value, padded: Value, target: Value) -> None:
-    """Widen a query into scratch; the last vector is zero-padded."""
+def load_query(
+    e: Emitter, source: Value, num_units: Value, padded: Value, target: Value, state: Value
+) -> None:
+    """Widen a query into scratch; the last vector is zero-padded.
+
+    Something about it may be kept in `state`, from its third float on.
+    """
+    del state
 
     def chunk(unit: Value, mask: Value | None) -> None:
         for plane, values in enumerate(e.widen(e.load_units(e.at(source, unit), mask))):
@@ -36,9 +42,8 @@ def load_query(e: Emitter, source: Value, num_units: Value, padded: Value, targe
 def load_few_query(
     e: Emitter, source: Value, num_units: Value, padded: Value, target: Value, state: Value
 ) -> None:
-    """`load_query` for `score_keys`, which may want something kept in `state`."""
-    del state
-    load_query(e, source, num_units, padded, target)
+    """`load_query` for `score_keys`."""
+    load_query(e, source, num_units, padded, target, state)
 
 
 def list_scales(
@@ -208,8 +213,11 @@ def softmax_rows(
     values: tuple[Value, Value, Value, Value, Value, Value, Value, Value, Value],
     exp2: Callable[[Value], Value],
     store: Callable[[Value, Value, Value], None],
+    factor_of: Callable[[Value, Value], Value] = lambda scale, _state: scale,
 ) -> None:
     """`softmax_tile` of `values`; `store(weights, scores, key)` may write to lower scores' place.
+
+    `factor_of(scale, state)` is what a row's scores are multiplied with.
 
     Rows go side by side, since each alone is a chain: its maximum, folded over the lanes, before
     its first weight. What all rows see is done without masks.
@@ -225,7 +233,7 @@ def softmax_rows(
         everyone = b.and_(e.greatest(seen[0], e.const(0)), e.const(-LANES))
         here = [e.at(scores, m * KEY_TILE) for m in range(count)]
         kept = [e.at(states, m * STATE) for m in range(count)]
-        factor = e.broadcast(scale)
+        factors = [factor_of(e.broadcast(scale), state) for state in kept]
         tops, totals = e.accumulators(count), e.accumulators(count)
         for top in tops:
             b.store(lowest, top)
@@ -247,12 +255,12 @@ def softmax_rows(
         per_vector(find_top)
         below = []
         for m in range(count):
-            new, alpha = _raise_maximum(e, b.load(tops[m]), factor, kept[m])
+            new, alpha = _raise_maximum(e, b.load(tops[m]), factors[m], kept[m])
             b.store(b.fmul(e.load_floats(e.at(kept[m], LANES)), alpha), totals[m])
             below.append(b.fneg(new))
 
         def weigh(m: int, key: Value, mask: Value | None) -> None:
-            weights = exp2(e.fma(e.load_floats(e.at(here[m], key)), factor, below[m]))
+            weights = exp2(e.fma(e.load_floats(e.at(here[m], key)), factors[m], below[m]))
             if mask is not None:
                 weights = b.select(mask, weights, e.floats(0.0))
             store(weights, here[m], key)
