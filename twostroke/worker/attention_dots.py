@@ -19,9 +19,15 @@ from twostroke.worker.attention_simd import KEY_TILE, STATE, Load, transpose_key
 
 
 def load_query(
-    e: Emitter, source: Value, num_units: Value, padded: Value, target: Value, state: Value
+    e: Emitter,
+    large: Value,
+    source: Value,
+    num_units: Value,
+    padded: Value,
+    target: Value,
+    state: Value,
 ) -> None:
-    del padded, state
+    del large, padded, state
     e.per_chunk(
         num_units,
         lambda unit, mask: e.store(e.load_units(e.at(source, unit), mask), e.at(target, unit)),
@@ -85,11 +91,15 @@ def score_keys(
     e.per_rows(rows, body)
 
 
-load_few_query = load_query
+def load_few_query(
+    e: Emitter, source: Value, num_units: Value, padded: Value, target: Value, state: Value
+) -> None:
+    load_query(e, e.const(0), source, num_units, padded, target, state)
 
 
 def pack_tile(
     e: Emitter,
+    large: Value,
     table: Value,
     values: Value,
     num_keys: Value,
@@ -99,8 +109,13 @@ def pack_tile(
     packed: Value,
 ) -> None:
     """Also packed[pair of keys, element] = pair of values; both padded with zeros."""
+    del large
     arguments = (table, values, num_keys, num_units, padded, keys, packed)
-    pack(e, arguments, lambda row, unit, mask: e.load_units(e.at(row, unit), mask))
+    pack(e, arguments, load_pairs(e))
+
+
+def load_pairs(e: Emitter) -> Load:
+    return lambda row, unit, mask: e.load_units(e.at(row, unit), mask)
 
 
 def pack(e: Emitter, arguments: Sequence[Value], load: Load) -> None:
@@ -127,6 +142,7 @@ def pack_values(e: Emitter, arguments: Sequence[Value], load: Load) -> None:
 
 def score_tile(
     e: Emitter,
+    large: Value,
     rows: Value,
     queries: Value,
     padded: Value,
@@ -135,6 +151,8 @@ def score_tile(
     num_units: Value,
     scores: Value,
 ) -> None:
+    del large
+
     def panel(count: int, width: int, key: Value) -> None:
         sums = e.accumulators(count * width)
         with e.loop(e.const(0), num_units) as unit:

@@ -115,6 +115,7 @@ def score_keys(
 
 def pack_tile(
     e: Emitter,
+    large: Value,
     table: Value,
     values: Value,
     num_keys: Value,
@@ -124,6 +125,7 @@ def pack_tile(
     packed: Value,
 ) -> None:
     """Widened to bfloat16."""
+    del large
     halves = ir.VectorType(ir.IntType(8), LANES)
     wide = ir.VectorType(ir.FloatType(), LANES)
 

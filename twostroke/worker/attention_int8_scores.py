@@ -39,6 +39,29 @@ def can_score(head_dim: int) -> bool:
 
 
 def load_query(
+    e: Emitter,
+    large: Value,
+    source: Value,
+    num_units: Value,
+    padded: Value,
+    target: Value,
+    state: Value,
+) -> None:
+    """In small items as it is."""
+    arguments = (source, num_units, padded, target, state)
+    with e.builder.if_else(_is_large(e, large)) as (large_one, small_one):
+        with large_one:
+            _round_query(e, *arguments)
+        with small_one:
+            attention_dots.load_query(e, large, *arguments)
+            e.store(e.float(1.0), e.at(state, _QUERY_SCALE))
+
+
+def _is_large(e: Emitter, large: Value) -> Value:
+    return e.builder.icmp_signed("!=", large, e.const(0))
+
+
+def _round_query(
     e: Emitter, source: Value, num_units: Value, padded: Value, target: Value, state: Value
 ) -> None:
     del padded
@@ -79,6 +102,7 @@ def _factor_and_scale(e: Emitter, top: Value) -> tuple[Value, Value]:
 
 def pack_tile(
     e: Emitter,
+    large: Value,
     table: Value,
     values: Value,
     num_keys: Value,
@@ -86,6 +110,18 @@ def pack_tile(
     padded: Value,
     keys: Value,
     packed: Value,
+) -> None:
+    arguments = (table, values, num_keys, num_units, padded, keys, packed)
+    with e.builder.if_else(_is_large(e, large)) as (large_one, small_one):
+        with large_one:
+            _round_keys(e, table, num_keys, num_units, keys)
+            attention_dots.pack_values(e, arguments, attention_dots.load_pairs(e))
+        with small_one:
+            attention_dots.pack_tile(e, large, *arguments)
+
+
+def _round_keys(
+    e: Emitter, table: Value, num_keys: Value, num_units: Value, keys: Value
 ) -> None:
     b, fours = e.builder, e.builder.lshr(num_units, e.const(1))
     scales = e.at(keys, b.mul(fours, e.const(KEY_TILE)))
@@ -101,12 +137,6 @@ def pack_tile(
             bytes_of = [b.bitcast(e.fma(row, factor, magic), e.integers) for row in rows]
             target = e.at(keys, b.add(b.mul(four, e.const(KEY_TILE)), key))
             e.store(_low_bytes(e, bytes_of), target)
-
-    def load(row: Value, unit: Value, mask: Value | None) -> Value:
-        return e.load_units(e.at(row, unit), mask)
-
-    arguments = (table, values, num_keys, num_units, padded, keys, packed)
-    attention_dots.pack_values(e, arguments, load)
 
 
 def _turn_keys(e: Emitter, table: Value, key: Value, num_units: Value, turned: Value) -> Value:
@@ -146,6 +176,25 @@ def _low_bytes(e: Emitter, rows: list[Value]) -> Value:
 
 
 def score_tile(
+    e: Emitter,
+    large: Value,
+    rows: Value,
+    queries: Value,
+    padded: Value,
+    keys: Value,
+    num_keys: Value,
+    num_units: Value,
+    scores: Value,
+) -> None:
+    arguments = (rows, queries, padded, keys, num_keys, num_units, scores)
+    with e.builder.if_else(_is_large(e, large)) as (large_one, small_one):
+        with large_one:
+            _score_bytes(e, *arguments)
+        with small_one:
+            attention_dots.score_tile(e, large, *arguments)
+
+
+def _score_bytes(
     e: Emitter,
     rows: Value,
     queries: Value,

@@ -60,6 +60,8 @@ from twostroke.worker.attention_plan import ITEM_COLUMNS, MERGE_COLUMNS
 from twostroke.worker.attention_simd import KEY_TILE, LOWEST, STATE
 
 SMALL_ITEM_ROWS = 8  # up to here transposing the keys costs more than it saves
+# Items of at least so many rows and keys may be scored from 8 bits: before, it costs more to get there.
+LARGE_ITEM_ROWS, LARGE_ITEM_KEYS = 64, 128
 STREAMS = 8  # pieces of a decode's context that are walked at once
 WRITE_TOKENS = 16  # tokens that a thread writes at a time
 
@@ -204,6 +206,7 @@ def _run_tile(
     visible: int,
     num_keys: int,
     small: bool,
+    large: int,
     table: int,
     ahead: int,
     scratch: int,
@@ -221,7 +224,7 @@ def _run_tile(
     if small:
         list_scales(like, table, side, whole, num_units, scales)
     else:
-        pack_tile(like, table, side, whole, num_units, padded, keys, values)
+        pack_tile(like, large, table, side, whole, num_units, padded, keys, values)
     # Equal parts of at most MAX_ROWS rows: 8 rows are 4 + 4, not 6 + 2.
     step = -(-num_rows // -(-num_rows // MAX_ROWS))
     for row in range(0, num_rows, step):
@@ -246,7 +249,7 @@ def _run_tile(
                 *(seen, num_units, padded, state, output),
             )
         else:
-            score_tile(like, rows, query, padded, keys, whole, num_units, scores)
+            score_tile(like, large, rows, query, padded, keys, whole, num_units, scores)
             softmax_tile(
                 *(like, rows, row, a.group, scores),
                 *(visible, num_keys, whole, a.scale, state),
@@ -295,6 +298,7 @@ def _run_item(
     states = outputs + num_rows * width * 4
     # A decode's sums are taken in the same order whether it shares its keys or not.
     small = shared or num_rows <= SMALL_ITEM_ROWS
+    large = int(num_rows >= LARGE_ITEM_ROWS and end_key - first_key >= LARGE_ITEM_KEYS)
     state = floats(states, num_rows * STATE)
     for i in range(num_rows * STATE):
         state[i] = LOWEST if i % STATE == 0 else 0.0
@@ -306,7 +310,7 @@ def _run_item(
         if small:
             load_few_query(like, source, a.num_units, a.padded, query, kept)
         else:
-            load_query(like, source, a.num_units, a.padded, query, kept)
+            load_query(like, large, source, a.num_units, a.padded, query, kept)
     zeros = floats(outputs, num_rows * width)
     for i in range(num_rows * width):
         zeros[i] = 0.0
@@ -316,7 +320,7 @@ def _run_item(
         else:
             _list_keys(a, after, after[4], ahead)
         num_keys, visible = min(KEY_TILE, end_key - tile), position + 1 - tile
-        _run_tile(like, a, num_rows, visible, num_keys, small, table, ahead, scratch)
+        _run_tile(like, a, num_rows, visible, num_keys, small, large, table, ahead, scratch)
         table, ahead = ahead, table
 
     _keep_item(like, a, item, outputs, states)

@@ -24,13 +24,20 @@ LOWEST = -1e30  # below any score, and finite: LOWEST - LOWEST is 0
 
 
 def load_query(
-    e: Emitter, source: Value, num_units: Value, padded: Value, target: Value, state: Value
+    e: Emitter,
+    large: Value,
+    source: Value,
+    num_units: Value,
+    padded: Value,
+    target: Value,
+    state: Value,
 ) -> None:
     """Widen a query into scratch; the last vector is zero-padded.
 
-    Something about it may be kept in `state`, from its third float on.
+    Something about it may be kept in `state`, from its third float on. `large` is not 0 in large
+    items, which may be worth other arithmetic.
     """
-    del state
+    del large, state
 
     def chunk(unit: Value, mask: Value | None) -> None:
         for plane, values in enumerate(e.widen(e.load_units(e.at(source, unit), mask))):
@@ -43,7 +50,7 @@ def load_few_query(
     e: Emitter, source: Value, num_units: Value, padded: Value, target: Value, state: Value
 ) -> None:
     """`load_query` for `score_keys`."""
-    load_query(e, source, num_units, padded, target, state)
+    load_query(e, e.const(0), source, num_units, padded, target, state)
 
 
 def list_scales(
@@ -122,6 +129,7 @@ def score_keys(
 
 def pack_tile(
     e: Emitter,
+    large: Value,
     table: Value,
     values: Value,
     num_keys: Value,
@@ -131,7 +139,7 @@ def pack_tile(
     packed: Value,
 ) -> None:
     """keys[unit, j] = unit of key j, for a whole number of vectors of keys; values stay."""
-    del values, padded, packed
+    del large, values, padded, packed
     transpose_keys(e, table, num_keys, num_units, keys, _load_units(e))
 
 
@@ -159,6 +167,7 @@ def transpose_keys(
 
 def score_tile(
     e: Emitter,
+    large: Value,
     rows: Value,
     queries: Value,
     padded: Value,
@@ -168,6 +177,7 @@ def score_tile(
     scores: Value,
 ) -> None:
     """scores[m, j] = queries[m] . key j, from transposed keys."""
+    del large
 
     def panel(count: int, width: int, key: Value) -> None:
         sums = e.accumulators(count * width)
