@@ -300,6 +300,16 @@ class Emitter:
     def maximum(self, a: Value, b: Value) -> Value:
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
 
+    def larger_magnitude(self, a: Value, b: Value) -> Value:
+        """The larger of |a| and |b|, AVX-512 only; of a number and NaN, the number."""
+        all_lanes = ir.Constant(ir.IntType(16), -1)
+        largest_without_sign = ir.Constant(_I32, 0b1011)
+        return self.call(
+            "llvm.x86.avx512.mask.range.ps.512",
+            *(_FLOATS, a, b, largest_without_sign, self.floats(0.0), all_lanes),
+            ir.Constant(_I32, 4),
+        )
+
     def least(self, a: Value, b: Value) -> Value:
         """Of two int64."""
         return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)

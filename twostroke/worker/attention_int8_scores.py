@@ -140,27 +140,57 @@ def _round_keys(
 
 
 def _turn_keys(e: Emitter, table: Value, key: Value, num_units: Value, turned: Value) -> Value:
-    """Turn LANES keys into turned[element, key]; returns the largest magnitude of each."""
+    """Turn LANES keys into turned[element, key]; returns the largest magnitude of each.
+
+    In three passes over memory, since not all that is to be mixed fits into registers.
+    """
     b, v = e.builder, Vectors(e.builder)
     rows = [e.load_address(table, key, j) for j in range(LANES)]
-    (largest,) = e.accumulators(1, e.integers)
-    with e.loop(e.const(0), num_units, _UNITS) as unit:
-        values: list[Value] = []
-        for i in range(0, _UNITS, LANES):
-            square = e.transpose([e.load_units(e.at(e.at(row, unit), i)) for row in rows])
-            values += [it for pairs in square for it in v.sums_and_differences(pairs)]
-        apart = 2
-        while apart < TURNED:
-            for i in range(TURNED):
+    squares = e.at(turned, num_units, 2 * 4 * LANES)
+    with e.loop(e.const(0), num_units, LANES) as unit:
+        square = e.transpose([e.load_units(e.at(row, unit)) for row in rows])
+        for i, pairs in enumerate(square):
+            e.store(pairs, e.at(e.at(squares, unit, 4 * LANES), i * LANES))
+    largest, unsound = e.accumulators(2)
+
+    def mix(values: list[Value]) -> None:
+        apart = 1
+        while apart < len(values):
+            for i in range(len(values)):
                 if not i & apart:
                     one, two = values[i], values[i | apart]
                     values[i], values[i | apart] = b.fadd(one, two), b.fsub(one, two)
             apart *= 2
-        here = e.at(turned, unit, 2 * 4 * LANES)
-        for i, value in enumerate(values):
-            e.store(value, e.at(here, i * LANES))
-            b.store(v.largest(v.magnitudes(value), b.load(largest)), largest)
-    return b.bitcast(b.load(largest), e.floats(0).type)
+
+    # Of a block's 32 pairs each fourth, and what is in them.
+    with e.loop(e.const(0), b.lshr(num_units, e.const(3))) as group:
+        first = b.add(
+            b.mul(b.lshr(group, e.const(2)), e.const(_UNITS)), b.and_(group, e.const(3))
+        )
+        here = e.at(squares, first, 4 * LANES)
+        both = [
+            v.sums_and_differences(e.load_units(e.at(here, i * 4 * LANES))) for i in range(8)
+        ]
+        target = e.at(turned, first, 2 * 4 * LANES)
+        for side in (0, 1):
+            values = [pair[side] for pair in both]
+            mix(values)
+            for i, value in enumerate(values):
+                e.store(value, e.at(target, (8 * i + side) * LANES))
+        b.store(b.fadd(b.load(unsound), b.fsub(values[0], values[0])), unsound)
+    with e.loop(e.const(0), b.lshr(num_units, e.const(1))) as group:
+        # Two elements of each eight: group and the three others that are 2 apart.
+        first = b.add(
+            b.mul(b.lshr(group, e.const(1)), e.const(8)), b.and_(group, e.const(1))
+        )
+        places = [e.at(e.at(turned, first, 4 * LANES), 2 * i * LANES) for i in range(4)]
+        values = [e.load_floats(place) for place in places]
+        mix(values)
+        for value, place in zip(values, places, strict=True):
+            e.store(value, place)
+            b.store(e.larger_magnitude(value, b.load(largest)), largest)
+    # Each sum has all elements in it: what is not finite makes NaN of any difference with itself.
+    return b.fadd(b.load(largest), b.load(unsound))
 
 
 def _low_bytes(e: Emitter, rows: list[Value]) -> Value:
