@@ -18,20 +18,38 @@ from twostroke.worker.attention_emit import LANES, MAX_ROWS, Emitter, Value
 from twostroke.worker.attention_simd import KEY_TILE, STATE, Load, transpose_keys
 
 
-def load_query(
+def load_queries(
     e: Emitter,
     large: Value,
-    source: Value,
+    table: Value,
+    count: Value,
     num_units: Value,
     padded: Value,
-    target: Value,
-    state: Value,
+    targets: Value,
+    states: Value,
+    room: Value,
 ) -> None:
-    del large, padded, state
-    e.per_chunk(
-        num_units,
-        lambda unit, mask: e.store(e.load_units(e.at(source, unit), mask), e.at(target, unit)),
-    )
+    del large, room
+    load_few_queries(e, table, count, num_units, padded, targets, states)
+
+
+def load_few_queries(
+    e: Emitter,
+    table: Value,
+    count: Value,
+    num_units: Value,
+    padded: Value,
+    targets: Value,
+    states: Value,
+) -> None:
+    del states
+    with e.loop(e.const(0), count) as row:
+        source, target = e.load_address(table, row), e.at(targets, e.builder.mul(row, padded), 8)
+
+        def chunk(unit: Value, mask: Value | None) -> None:
+            e.store(e.load_units(e.at(source, unit), mask), e.at(target, unit))
+
+        e.per_chunk(num_units, chunk)
 
 
 def store_output(
@@ -89,12 +107,6 @@ def score_keys(
                 e.store(e.sum_each(row), e.at(e.at(scores, m * KEY_TILE), key))
 
     e.per_rows(rows, body)
-
-
-def load_few_query(
-    e: Emitter, source: Value, num_units: Value, padded: Value, target: Value, state: Value
-) -> None:
-    load_query(e, e.const(0), source, num_units, padded, target, state)
 
 
 def pack_tile(

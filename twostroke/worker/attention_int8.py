@@ -42,23 +42,29 @@ def write_row(e: Emitter, source: Value, num_units: Value, target: Value) -> Non
     e.per_chunk(num_units, chunk)
 
 
-def load_few_query(
-    e: Emitter, source: Value, num_units: Value, padded: Value, target: Value, state: Value
+def load_few_queries(
+    e: Emitter,
+    table: Value,
+    count: Value,
+    num_units: Value,
+    padded: Value,
+    targets: Value,
+    states: Value,
 ) -> None:
-    """Round a query to 16 bits; pairs of elements stay units."""
-    del padded
-    factor, scale = _scales(e, source, num_units, _INT16)
-    e.store(scale, e.at(state, _QUERY_SCALE))
-    low = e.units(0xFFFF)
+    """Round queries to 16 bits; pairs of elements stay units."""
+    low, b = e.units(0xFFFF), e.builder
+    with e.loop(e.const(0), count) as row:
+        source, target = e.load_address(table, row), e.at(targets, b.mul(row, padded), 8)
+        factor, scale = _scales(e, source, num_units, _INT16)
+        e.store(scale, e.at(e.at(states, row, 4 * STATE), _QUERY_SCALE))
 
-    def chunk(unit: Value, mask: Value | None) -> None:
-        even, odd = (
-            _rounded(e, it, factor) for it in e.widen(e.load_units(e.at(source, unit), mask))
-        )
-        b = e.builder
-        e.store(b.or_(b.and_(even, low), b.shl(odd, e.units(16))), e.at(target, unit))
+        def chunk(unit: Value, mask: Value | None) -> None:
+            even, odd = (
+                _rounded(e, it, factor) for it in e.widen(e.load_units(e.at(source, unit), mask))
+            )
+            e.store(b.or_(b.and_(even, low), b.shl(odd, e.units(16))), e.at(target, unit))
 
-    e.per_chunk(num_units, chunk)
+        e.per_chunk(num_units, chunk)
 
 
 def list_scales(

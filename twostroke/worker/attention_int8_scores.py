@@ -19,13 +19,15 @@ the Hadamard matrix, which spreads a large one over its block and leaves their p
 Each row depends on itself alone. What is not finite makes its scale NaN, and through it the score.
 """
 
+from collections.abc import Callable
+
 from llvmlite import ir
 
 from twostroke.model.vectors import Vectors
 from twostroke.worker import attention_dots, attention_simd
 from twostroke.worker.attention_emit import LANES, Emitter, Value
 from twostroke.worker.attention_int8 import MAX_HEAD_DIM
-from twostroke.worker.attention_simd import KEY_TILE
+from twostroke.worker.attention_simd import KEY_TILE, STATE
 
 TURNED = 64  # elements that the matrix mixes
 _UNITS = TURNED // 2
@@ -38,57 +40,79 @@ def can_score(head_dim: int) -> bool:
     return head_dim % TURNED == 0 and head_dim <= MAX_HEAD_DIM
 
 
-def load_query(
+def load_queries(
     e: Emitter,
     large: Value,
-    source: Value,
+    table: Value,
+    count: Value,
     num_units: Value,
     padded: Value,
-    target: Value,
-    state: Value,
+    targets: Value,
+    states: Value,
+    room: Value,
 ) -> None:
-    """In small items as it is."""
-    arguments = (source, num_units, padded, target, state)
+    """In small items as they are."""
+    arguments = (table, count, num_units, padded, targets, states, room)
     with e.builder.if_else(_is_large(e, large)) as (large_one, small_one):
         with large_one:
-            _round_query(e, *arguments)
+            _round_queries(e, *arguments)
         with small_one:
-            attention_dots.load_query(e, large, *arguments)
-            e.store(e.float(1.0), e.at(state, _QUERY_SCALE))
+            attention_dots.load_queries(e, large, *arguments)
+            with e.loop(e.const(0), count) as row:
+                e.store(e.float(1.0), e.at(e.at(states, row, 4 * STATE), _QUERY_SCALE))
 
 
 def _is_large(e: Emitter, large: Value) -> Value:
     return e.builder.icmp_signed("!=", large, e.const(0))
 
 
-def _round_query(
-    e: Emitter, source: Value, num_units: Value, padded: Value, target: Value, state: Value
+def _round_queries(
+    e: Emitter,
+    table: Value,
+    count: Value,
+    num_units: Value,
+    padded: Value,
+    targets: Value,
+    states: Value,
+    room: Value,
 ) -> None:
-    del padded
-    b, v = e.builder, Vectors(e.builder)
-    (largest,) = e.accumulators(1, e.integers)
-    (total,) = e.accumulators(1, e.integers)
-    with e.loop(e.const(0), num_units, _UNITS) as unit:
-        start = e.at(source, unit)
-        rows = v.hadamard([e.load_units(e.at(start, i)) for i in (0, LANES)])
-        for i, row in enumerate(rows):
-            e.store(row, e.at(e.at(target, unit, 8), i * LANES))
-            b.store(v.largest(v.magnitudes(row), b.load(largest)), largest)
-    top = e.splat(b.bitcast(v.largest_lane(b.load(largest)), ir.FloatType()))
-    factor, scale = _factor_and_scale(e, top)
-    # The bytes take the place of the floats of blocks before, or of their own.
-    with e.loop(e.const(0), num_units, _UNITS) as unit:
-        here = e.at(target, unit, 8)
-        rows = [b.fmul(e.load_floats(e.at(here, i * LANES)), factor) for i in range(4)]
-        rounded = v.in_bytes([v.nearest(row) for row in rows])
-        e.store(rounded, e.at(target, unit, 2))
-        b.store(v.dot_bytes(b.load(total), e.units(0x01010101), rounded), total)
-    start = b.mul(v.sum_of_lanes(b.load(total)), ir.Constant(ir.IntType(32), -128))
-    e.store(start, e.at(target, num_units, 2))
-    first = ir.Constant(ir.IntType(32), 0)
+    b, fours = e.builder, e.builder.lshr(num_units, e.const(1))
+    rows, numbers = (
+        room,
+        e.at(room, LANES * LANES),
+    )  # a square of them, and what each has of its own
+    turned = e.at(numbers, 2 * LANES)
+    factor, scale = _factor_and_scale(e, _turn_rows(e, table, e.const(0), num_units, turned))
     # The product of what is turned is that of a block as it was, TURNED times.
-    scale = b.fmul(b.extract_element(scale, first), e.float(1 / TURNED))
-    e.store(scale, e.at(state, _QUERY_SCALE))
+    e.store(b.fmul(scale, e.floats(1 / TURNED)), numbers)
+    (total,) = e.accumulators(1, e.integers)
+
+    def per_row(copy: Callable[[Value, Value], None]) -> None:
+        with e.loop(e.const(0), count) as row:
+            copy(row, e.at(targets, b.mul(row, padded), 8))
+
+    with e.loop(e.const(0), fours, LANES) as four:
+        here = e.at(turned, four, 4 * 4 * LANES)
+        columns = [_bytes(e, e.at(here, i * 4 * LANES), factor, 0) for i in range(LANES)]
+        for column in columns:
+            e.add_byte_dots(total, e.units(0x01010101), column)
+        for i, row in enumerate(e.transpose(columns)):
+            e.store(row, e.at(rows, i * LANES))
+        per_row(
+            lambda row, target: e.store(
+                e.load_units(e.at(rows, row, 4 * LANES)), e.at(target, four)
+            )
+        )
+    e.store(b.mul(b.load(total), e.units(-128)), e.at(numbers, LANES))
+
+    def copy_numbers(row: Value, target: Value) -> None:
+        here = e.at(numbers, row)
+        start = e.load(e.at(here, LANES), ir.IntType(32))
+        e.store(start, e.at(target, fours))
+        scale = e.load(here, ir.FloatType())
+        e.store(scale, e.at(e.at(states, row, 4 * STATE), _QUERY_SCALE))
+
+    per_row(copy_numbers)
 
 
 def _factor_and_scale(e: Emitter, top: Value) -> tuple[Value, Value]:
@@ -120,32 +144,27 @@ def pack_tile(
             attention_dots.pack_tile(e, large, *arguments)
 
 
-def _round_keys(
-    e: Emitter, table: Value, num_keys: Value, num_units: Value, keys: Value
-) -> None:
+def _round_keys(e: Emitter, table: Value, num_keys: Value, num_units: Value, keys: Value) -> None:
     b, fours = e.builder, e.builder.lshr(num_units, e.const(1))
     scales = e.at(keys, b.mul(fours, e.const(KEY_TILE)))
     turned = e.at(scales, KEY_TILE)
-    # Low bits of the sum with a float32: an integer, to nearest even, plus 128.
-    magic = e.floats(12582912.0 + 128.0)
     with e.loop(e.const(0), num_keys, LANES) as key:
-        factor, scale = _factor_and_scale(e, _turn_keys(e, table, key, num_units, turned))
+        factor, scale = _factor_and_scale(e, _turn_rows(e, table, key, num_units, turned))
         e.store(scale, e.at(scales, key))
         with e.loop(e.const(0), fours) as four:
             here = e.at(turned, four, 4 * 4 * LANES)
-            rows = (e.load_floats(e.at(here, i * LANES)) for i in range(4))
-            bytes_of = [b.bitcast(e.fma(row, factor, magic), e.integers) for row in rows]
             target = e.at(keys, b.add(b.mul(four, e.const(KEY_TILE)), key))
-            e.store(_low_bytes(e, bytes_of), target)
+            e.store(_bytes(e, here, factor, 128), target)
 
 
-def _turn_keys(e: Emitter, table: Value, key: Value, num_units: Value, turned: Value) -> Value:
-    """Turn LANES keys into turned[element, key]; returns the largest magnitude of each.
+def _turn_rows(e: Emitter, table: Value, first: Value, num_units: Value, turned: Value) -> Value:
+    """Turn LANES rows, queries or keys, into turned[element, row]; returns the largest magnitude of
+    each.
 
     In three passes over memory, since not all that is to be mixed fits into registers.
     """
     b, v = e.builder, Vectors(e.builder)
-    rows = [e.load_address(table, key, j) for j in range(LANES)]
+    rows = [e.load_address(table, first, j) for j in range(LANES)]
     squares = e.at(turned, num_units, 2 * 4 * LANES)
     with e.loop(e.const(0), num_units, LANES) as unit:
         square = e.transpose([e.load_units(e.at(row, unit)) for row in rows])
@@ -164,13 +183,9 @@ def _turn_keys(e: Emitter, table: Value, key: Value, num_units: Value, turned: V
 
     # Of a block's 32 pairs each fourth, and what is in them.
     with e.loop(e.const(0), b.lshr(num_units, e.const(3))) as group:
-        first = b.add(
-            b.mul(b.lshr(group, e.const(2)), e.const(_UNITS)), b.and_(group, e.const(3))
-        )
+        first = b.add(b.mul(b.lshr(group, e.const(2)), e.const(_UNITS)), b.and_(group, e.const(3)))
         here = e.at(squares, first, 4 * LANES)
-        both = [
-            v.sums_and_differences(e.load_units(e.at(here, i * 4 * LANES))) for i in range(8)
-        ]
+        both = [v.sums_and_differences(e.load_units(e.at(here, i * 4 * LANES))) for i in range(8)]
         target = e.at(turned, first, 2 * 4 * LANES)
         for side in (0, 1):
             values = [pair[side] for pair in both]
@@ -180,9 +195,7 @@ def _turn_keys(e: Emitter, table: Value, key: Value, num_units: Value, turned: V
         b.store(b.fadd(b.load(unsound), b.fsub(values[0], values[0])), unsound)
     with e.loop(e.const(0), b.lshr(num_units, e.const(1))) as group:
         # Two elements of each eight: group and the three others that are 2 apart.
-        first = b.add(
-            b.mul(b.lshr(group, e.const(1)), e.const(8)), b.and_(group, e.const(1))
-        )
+        first = b.add(b.mul(b.lshr(group, e.const(1)), e.const(8)), b.and_(group, e.const(1)))
         places = [e.at(e.at(turned, first, 4 * LANES), 2 * i * LANES) for i in range(4)]
         values = [e.load_floats(place) for place in places]
         mix(values)
@@ -193,9 +206,13 @@ def _turn_keys(e: Emitter, table: Value, key: Value, num_units: Value, turned: V
     return b.fadd(b.load(largest), b.load(unsound))
 
 
-def _low_bytes(e: Emitter, rows: list[Value]) -> Value:
-    """The lowest byte of each of four vectors, as those of one."""
+def _bytes(e: Emitter, turned: Value, factor: Value, more: int) -> Value:
+    """Four elements of LANES rows, times factor, to nearest even and plus `more`, as bytes."""
     b = e.builder
+    # Adding 1.5 * 2**23 leaves an integer in the low bits of the mantissa.
+    magic = e.floats(12582912.0 + more)
+    floats = (e.load_floats(e.at(turned, i * LANES)) for i in range(4))
+    rows = [b.bitcast(e.fma(it, factor, magic), e.integers) for it in floats]
 
     def mixed(low: Value, high: Value, bits: int) -> Value:
         """The lowest `bits` of low, and above them high."""

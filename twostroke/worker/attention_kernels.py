@@ -55,7 +55,7 @@ from twostroke.worker import (
     attention_plan,
     attention_simd,
 )
-from twostroke.worker.attention_emit import MAX_ROWS, simd
+from twostroke.worker.attention_emit import LANES, MAX_ROWS, simd
 from twostroke.worker.attention_plan import ITEM_COLUMNS, MERGE_COLUMNS
 from twostroke.worker.attention_simd import KEY_TILE, LOWEST, STATE
 
@@ -113,7 +113,9 @@ def _simd(name: str) -> Any:
     return simd(getattr(attention_simd, name), *(getattr(it, name, None) for it in others))
 
 
-write_row, load_query, load_few_query = map(_simd, ("write_row", "load_query", "load_few_query"))
+write_row, load_queries, load_few_queries = map(
+    _simd, ("write_row", "load_queries", "load_few_queries")
+)
 list_scales, score_keys, softmax_few = map(_simd, ("list_scales", "score_keys", "softmax_few"))
 pack_tile, score_tile, softmax_tile = map(_simd, ("pack_tile", "score_tile", "softmax_tile"))
 add_values, add_tile, store_output = map(_simd, ("add_values", "add_tile", "store_output"))
@@ -302,15 +304,20 @@ def _run_item(
     state = floats(states, num_rows * STATE)
     for i in range(num_rows * STATE):
         state[i] = LOWEST if i % STATE == 0 else 0.0
-    for i in range(num_rows):
-        token, query_head = _token(a, item, i // group), head * group + i % group
-        source = a.q + token * a.q_token_bytes + query_head * a.q_head_bytes
-        query = queries + i * width * 4
-        kept = states + i * STATE * 4
+    # Until the next tile is listed there, the list of their addresses.
+    sources = numba.carray(pointer(ahead), (LANES,), np.int64)
+    for first in range(0, num_rows, LANES):
+        count = min(LANES, num_rows - first)
+        for i in range(LANES):
+            j = min(first + i, num_rows - 1)
+            token, query_head = _token(a, item, j // group), head * group + j % group
+            sources[i] = a.q + token * a.q_token_bytes + query_head * a.q_head_bytes
+        query, kept = queries + first * width * 4, states + first * STATE * 4
         if small:
-            load_few_query(like, source, a.num_units, a.padded, query, kept)
+            load_few_queries(like, ahead, count, a.num_units, a.padded, query, kept)
         else:
-            load_query(like, large, source, a.num_units, a.padded, query, kept)
+            room = scratch + TABLE_FLOATS * 4
+            load_queries(like, large, ahead, count, a.num_units, a.padded, query, kept, room)
     zeros = floats(outputs, num_rows * width)
     for i in range(num_rows * width):
         zeros[i] = 0.0

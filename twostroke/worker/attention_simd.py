@@ -23,34 +23,53 @@ STATE = 2 * LANES  # floats of a row's softmax state: maximum, alpha, ... | LANE
 LOWEST = -1e30  # below any score, and finite: LOWEST - LOWEST is 0
 
 
-def load_query(
+def load_queries(
     e: Emitter,
     large: Value,
-    source: Value,
+    table: Value,
+    count: Value,
     num_units: Value,
     padded: Value,
-    target: Value,
-    state: Value,
+    targets: Value,
+    states: Value,
+    room: Value,
 ) -> None:
-    """Widen a query into scratch; the last vector is zero-padded.
+    """Widen `count` queries, whose addresses `table` lists, into scratch; the last vector of each
+    is zero-padded. The list goes on up to LANES, with the last.
 
-    Something about it may be kept in `state`, from its third float on. `large` is not 0 in large
-    items, which may be worth other arithmetic.
+    Something about each may be kept in its state, from the third float on. `large` is not 0 in
+    large items, which may be worth other arithmetic; at `room` there is room for scores and keys.
     """
-    del large, state
-
-    def chunk(unit: Value, mask: Value | None) -> None:
-        for plane, values in enumerate(e.widen(e.load_units(e.at(source, unit), mask))):
-            e.store(values, e.plane(target, plane, padded, unit))
-
-    e.per_chunk(num_units, chunk)
+    del large, states, room
+    _load_queries(e, table, count, num_units, padded, targets)
 
 
-def load_few_query(
-    e: Emitter, source: Value, num_units: Value, padded: Value, target: Value, state: Value
+def load_few_queries(
+    e: Emitter,
+    table: Value,
+    count: Value,
+    num_units: Value,
+    padded: Value,
+    targets: Value,
+    states: Value,
 ) -> None:
-    """`load_query` for `score_keys`."""
-    load_query(e, e.const(0), source, num_units, padded, target, state)
+    """`load_queries` for `score_keys`."""
+    del states
+    _load_queries(e, table, count, num_units, padded, targets)
+
+
+def _load_queries(
+    e: Emitter, table: Value, count: Value, num_units: Value, padded: Value, targets: Value
+) -> None:
+    with e.loop(e.const(0), count) as row:
+        source = e.load_address(table, row)
+        target = e.at(targets, e.builder.mul(row, padded), 4 * e.planes)
+
+        def chunk(unit: Value, mask: Value | None) -> None:
+            for plane, values in enumerate(e.widen(e.load_units(e.at(source, unit), mask))):
+                e.store(values, e.plane(target, plane, padded, unit))
+
+        e.per_chunk(num_units, chunk)
 
 
 def list_scales(
