@@ -469,8 +469,8 @@ def simd(
     """Make `body(emitter, *int64 values)` a numba intrinsic, called as `body(like, *int64s)`.
 
     The element type is the pointee of the pointer `like`: uint16 is bfloat16, int16 is float16
-    (numba has neither on a CPU), float32 and int8 are themselves, and uint8 is bfloat16 whose scores
-    may be computed in 8 bits. Where the CPU has products of pairs, `dots` is the body for bfloat16,
+    (numba has neither on a CPU), float32 and int8 are themselves, and uint8 is bfloat16 with scores
+    of prompts from 8 bits. Where the CPU has products of pairs, `dots` is the body for bfloat16,
     and `int8`, or else `dots`, for int8, as `int8_scores` is for uint8. All take the same values.
     """
     parameters = list(inspect.signature(portable).parameters.values())

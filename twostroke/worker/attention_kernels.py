@@ -60,7 +60,7 @@ from twostroke.worker.attention_plan import ITEM_COLUMNS, MERGE_COLUMNS
 from twostroke.worker.attention_simd import KEY_TILE, LOWEST, STATE
 
 SMALL_ITEM_ROWS = 8  # up to here transposing the keys costs more than it saves
-# Items of at least so many rows and keys may be scored from 8 bits: before, it costs more to get there.
+# Items of so many rows and keys may have scores from 8 bits; for less, rounding costs too much.
 LARGE_ITEM_ROWS, LARGE_ITEM_KEYS = 64, 128
 STREAMS = 8  # pieces of a decode's context that are walked at once
 WRITE_TOKENS = 16  # tokens that a thread writes at a time
