@@ -83,7 +83,12 @@ class ModelRunner:
         self.facts = [*loaded.facts]
         self._pages = PagesAhead(self.kv_pool)
         shape, num_heads = self.model.shape, self.model.shard.num_heads
-        self.attention = make_attention(self.kv_pool, num_heads, shape.head_dim**-0.5)
+        self.attention = make_attention(
+            self.kv_pool,
+            num_heads,
+            shape.head_dim**-0.5,
+            int8_scores=config.quantization == "int8",
+        )
         self.whole_steps = whole_steps(self.model, self.attention)
         self.facts.append(kernels_fact(self.model, self.attention, self.whole_steps))
         self.seats = SeatTable(

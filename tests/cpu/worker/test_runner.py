@@ -19,7 +19,10 @@ from twostroke.worker.attention import TorchAttention, make_attention
 from twostroke.worker.inputs import PlanError
 from twostroke.worker.runner import ModelRunner
 
-KERNELS = {"best": make_attention, "torch": TorchAttention}
+KERNELS = {
+    "best": make_attention,
+    "torch": lambda *arguments, int8_scores: TorchAttention(*arguments),
+}
 
 
 class FullAttention:
