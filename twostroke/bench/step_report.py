@@ -22,12 +22,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     bytes_read: int
     flops: int
-    in_int8: bool = False  # its operations
+    int8_flops: int = 0  # of these, those in 8 bits
 
     def limit_s(self, ceilings: Ceilings) -> float:
         """No machine with these ceilings does it faster."""
-        gflop_per_s = ceilings.int8_gflop_per_s if self.in_int8 else ceilings.gflop_per_s
-        return max(self.bytes_read / ceilings.read_gb_per_s, self.flops / gflop_per_s) / 1e9
+        computing = (self.flops - self.int8_flops) / ceilings.gflop_per_s
+        if self.int8_flops:
+            computing += self.int8_flops / ceilings.int8_gflop_per_s
+        return max(self.bytes_read / ceilings.read_gb_per_s, computing) / 1e9
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,6 @@ class StepTimer:
                 calls=calls[kind],
                 seconds=times[kind],
                 **self._work(kind, plan, rows * tokens, rows),
-                in_int8=self._is_in_int8(kind),
             )
             for kind in runs[0]
             if kind != _WHOLE
@@ -175,9 +174,11 @@ class StepTimer:
         model, layers, linears = self.runner.model, self.runner.model.layers, self._linears()
         if kind in linears:
             count = rows if kind == "lm head" else num_tokens
+            flops = sum(2 * count * linear.num_weights for linear in linears[kind])
             return {
                 "bytes_read": sum(linear.bytes_read(count) for linear in linears[kind]),
-                "flops": sum(2 * count * linear.num_weights for linear in linears[kind]),
+                "flops": flops,
+                "int8_flops": flops if self._is_in_int8(kind) else 0,
             }
         if kind != "attention":
             return {"bytes_read": 0, "flops": 0}
@@ -187,9 +188,12 @@ class StepTimer:
         contexts = computed + plan.num_scheduled
         seen = int((plan.num_scheduled * (computed + (plan.num_scheduled + 1) / 2)).sum())
         width = model.shard.num_heads * model.shape.head_dim
+        flops = 4 * seen * width * len(layers)
+        each = int(plan.num_scheduled[0]), int(contexts[0])  # all rows are alike
         return {
             "bytes_read": int(contexts.sum()) * layer_bytes,
-            "flops": 4 * seen * width * len(layers),
+            "flops": flops,
+            "int8_flops": flops // 2 if self.runner.attention.scores_in_int8(*each) else 0,
         }
 
 

@@ -74,6 +74,11 @@ class PagedAttention(ABC):
         Returns [T, H*D], of the same dtype.
         """
 
+    def scores_in_int8(self, num_queries: int, num_keys: int) -> bool:
+        """Whether a row of so many queries multiplies most of them with keys in 8 bits."""
+        del num_queries, num_keys
+        return False
+
 
 NO_INT8_HINT = "leave --kv-cache-dtype at auto"
 

@@ -20,6 +20,8 @@ from twostroke.worker.attention_emit import HAS_DOTS, LANES
 from twostroke.worker.attention_int8 import MAX_HEAD_DIM
 from twostroke.worker.attention_int8_scores import can_score
 from twostroke.worker.attention_kernels import (
+    LARGE_ITEM_KEYS,
+    LARGE_ITEM_ROWS,
     TICKETS,
     Arguments,
     compile_attend,
@@ -117,7 +119,7 @@ class NumbaAttention(PagedAttention):
         openmp = load_openmp()
         self.num_threads = (num_threads or torch.get_num_threads()) if openmp else 1
         address = compile_attend(element)
-        self._address = address
+        self._address, self._element = address, element
         self._run = _runner(address, self.num_threads, openmp)
 
         itemsize = self.dtype.itemsize
@@ -196,6 +198,10 @@ class NumbaAttention(PagedAttention):
             bases,
             partials,
         )
+
+    def scores_in_int8(self, num_queries: int, num_keys: int) -> bool:
+        large = num_queries * self.group >= LARGE_ITEM_ROWS and num_keys >= LARGE_ITEM_KEYS
+        return large and self._element == types.uint8
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         a = self._arguments

@@ -48,7 +48,9 @@ def test_every_part_is_measured(rows: int, tokens: int, quantization: str, tmp_p
     assert [part.name for part in again.parts] == [part.name for part in step.parts]
     ceilings = worker.ceilings()
     assert ceilings.read_gb_per_s > 0
-    assert (ceilings.int8_gflop_per_s > 0) == by_name["down"].in_int8 == (quantization == "int8")
+    down, in_int8 = by_name["down"], quantization == "int8"
+    assert (ceilings.int8_gflop_per_s > 0) == in_int8
+    assert down.int8_flops == (down.flops if in_int8 else 0)
 
 
 def test_experts_are_one_part(tmp_path: Path) -> None:

@@ -135,7 +135,10 @@ def test_hard_keys_cost_little(hard: str) -> None:
 def test_where_it_cannot_be_scores_are_from_16_bits() -> None:
     def kind(head_dim: int, dtype: torch.dtype, *, int8_scores: bool) -> str:
         pool = torch.zeros((2, 1, 2, 1, 16, head_dim), dtype=dtype)
-        return make_attention(pool, 2, 1.0, int8_scores=int8_scores).kind
+        attention = make_attention(pool, 2, 1.0, int8_scores=int8_scores)
+        in_int8 = [attention.scores_in_int8(*it) for it in ((64, 128), (31, 128), (64, 127))]
+        assert in_int8 == ["8 bits" in attention.kind, False, False]
+        return attention.kind
 
     words = "scores of prompts in 8 bits"
     assert words in kind(64, torch.bfloat16, int8_scores=True)

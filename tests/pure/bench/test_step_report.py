@@ -18,10 +18,9 @@ def test_the_limit_is_the_slower_of_reading_and_computing() -> None:
 
 def test_products_in_8_bits_have_a_limit_of_their_own() -> None:
     ceilings = Ceilings(read_gb_per_s=10.0, gflop_per_s=100.0, int8_gflop_per_s=200.0)
-    assert msgspec.structs.replace(COMPUTING, in_int8=True).limit_s(ceilings) == pytest.approx(
-        0.001
-    )
-    assert COMPUTING.limit_s(ceilings) == pytest.approx(0.002)
+    for int8_flops, limit_s in ((200_000_000, 0.001), (100_000_000, 0.0015), (0, 0.002)):
+        part = msgspec.structs.replace(COMPUTING, int8_flops=int8_flops)
+        assert part.limit_s(ceilings) == pytest.approx(limit_s)
 
 
 def test_what_no_part_takes_is_the_hosts() -> None:
