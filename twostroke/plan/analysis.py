@@ -24,7 +24,9 @@ MOST_ROWS = 1 << 16
 SHORT_ANSWERS = 0.1  # a prompt's time over that of all decode steps, from which TPOT is a lottery
 FLAT = 0.9  # elasticity from which a larger batch brings nothing, so that compute is what binds
 
-COMES_AND_GOES = 2  # steps of D with other rows than the one before, for each request
+# Steps that are no plain decodes, for each request: the one after its prompt, and after its last
+# token; on D, where it joins, that and the next.
+COMES_AND_GOES, JOINS_AND_GOES = 2, 3
 
 WAITS = ("room on D", "queue")  # the parts of TTFT that vary from request to request
 
@@ -140,7 +142,7 @@ class _Decode:
     demand: Demand
 
     def step_s(self, rows: float) -> float:
-        return self.pool.decode_step_s(max(1.0, rows), self.demand, COMES_AND_GOES)
+        return self.pool.decode_step_s(max(1.0, rows), self.demand, JOINS_AND_GOES)
 
     @property
     def slots(self) -> float:
