@@ -1,6 +1,7 @@
 """Paged attention on this CPU, against what its memory and its arithmetic give.
 
-    python benchmarks/attention.py [--kv-cache-dtype auto|int8|both] [--threads N] [--json]
+    python benchmarks/attention.py [--kv-cache-dtype auto|int8|both] [--threads N]
+        [--int8-scores] [--torch] [--json]
 
 The ceilings are measured in turns with each case: reading a large array (GB/s), and a large matrix
 product in bfloat16 (GFLOP/s), on the same threads. Shapes are SmolLM2-135M's (9 heads, 3 KV heads,
@@ -9,6 +10,7 @@ value once; GFLOP/s counts only what causality leaves. With KV in int8 half as m
 """
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -116,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=0, help="0: as many as torch takes")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8", "both"), default="both")
+    parser.add_argument("--int8-scores", action="store_true", help="also scores from 8 bits")
     parser.add_argument("--torch", action="store_true", help="also the plain torch version")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     arguments = parser.parse_args()
@@ -128,6 +131,8 @@ def main() -> None:
         kinds["bfloat16"] = make_attention, "bfloat16"
     if arguments.kv_cache_dtype != "auto":
         kinds["int8"] = make_attention, "int8"
+    if arguments.int8_scores:
+        kinds["scores8"] = functools.partial(make_attention, int8_scores=True), "bfloat16"
     if arguments.torch:
         kinds["torch"] = TorchAttention, "bfloat16"
     print(
