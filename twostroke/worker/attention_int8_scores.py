@@ -77,10 +77,8 @@ def _round_queries(
     room: Value,
 ) -> None:
     b, fours = e.builder, e.builder.lshr(num_units, e.const(1))
-    rows, numbers = (
-        room,
-        e.at(room, LANES * LANES),
-    )  # a square of them, and what each has of its own
+    rows = room  # a square of units
+    numbers = e.at(rows, LANES * LANES)  # of each row: its scale, and what its sums begin with
     turned = e.at(numbers, 2 * LANES)
     factor, scale = _factor_and_scale(e, _turn_rows(e, table, e.const(0), num_units, turned))
     # The product of what is turned is that of a block as it was, TURNED times.

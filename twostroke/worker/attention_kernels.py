@@ -1,8 +1,9 @@
 """The CPU attention's compiled kernels: the run of one layer.
 
 A step is cut into *items* (by `attention_plan`): one KV head, a tile of queries of one row with all
-query heads of that KV head (queries x group score rows: 3 in a decode of SmolLM2, 96 in a prefill),
-and a range of keys. An item walks its keys in tiles of 64, each two small matrix products:
+query heads of that KV head (queries x group score rows: 3 in a decode of SmolLM2, 192 in a
+prefill), and a range of keys. An item walks its keys in tiles of 160, each two small products of
+matrices:
 
     few rows (decode)                 many rows (prefill)
     scores = Q . K, straight          K transposed into scratch once a tile,
