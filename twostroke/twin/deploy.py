@@ -191,7 +191,7 @@ def _curve(flag: str, text: str) -> BandwidthCurve:
     try:
         rate = float(text)
     except ValueError:
-        if text.strip().endswith(("/s", "ps")):
+        if text.strip().endswith(("B/s", "b/s", "Bps", "bps")):
             return BandwidthCurve((0.0,), (parse_rate(text, flag),))
         return BandwidthCurve.from_file(Path(text))
     if not 0 < rate < 1e9:
